@@ -1,0 +1,33 @@
+"""Notebooks are tests: pytest runs every chapter of nbs/ as one item."""
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption('--slow', action='store_true', help='run the slow tests too')
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption('--slow'): return
+    skip = pytest.mark.skip(reason='slow: run with --slow')
+    for item in items:
+        if 'slow' in item.keywords: item.add_marker(skip)
+
+
+def pytest_collect_file(file_path, parent):
+    if file_path.suffix == '.ipynb' and file_path.parent.name == 'nbs':
+        return Chapter.from_parent(parent, path=file_path)
+
+
+class Chapter(pytest.File):
+    def collect(self): yield ChapterItem.from_parent(self, name=self.path.stem)
+
+
+class ChapterItem(pytest.Item):
+    def runtest(self):
+        from nbdev.config import get_config
+        from nbdev.test import test_nb
+        config = get_config(self.path.parent)
+        ok, _ = test_nb(self.path, skip_flags=config.tst_flags.split(), basepath=config.config_path)
+        assert ok, f'{self.path.name} failed (traceback above)'
+
+    def reportinfo(self): return self.path, 0, f'notebook {self.path.name}'
