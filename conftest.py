@@ -3,7 +3,7 @@ import pytest
 
 
 def pytest_addoption(parser):
-    parser.addoption('--slow', action='store_true', help='run the slow tests too')
+    parser.addoption('--slow', action='store_true', help='run the slow tests and cells too')
 
 
 def pytest_collection_modifyitems(config, items):
@@ -24,10 +24,15 @@ class Chapter(pytest.File):
 
 class ChapterItem(pytest.Item):
     def runtest(self):
+        import matplotlib.pyplot as plt
         from nbdev.config import get_config
         from nbdev.test import test_nb
-        config = get_config(self.path.parent)
-        ok, _ = test_nb(self.path, skip_flags=config.tst_flags.split(), basepath=config.config_path)
+        config = get_config(path=self.path.parent)
+        skip = set(config.tst_flags.split())
+        if self.config.getoption('--slow'): skip.remove('slow')
+        with plt.rc_context():  # chapters share the process, not each other's settings
+            ok, _ = test_nb(self.path, skip_flags=skip, basepath=config.config_path)
+        plt.close('all')
         assert ok, f'{self.path.name} failed (traceback above)'
 
     def reportinfo(self): return self.path, 0, f'notebook {self.path.name}'
