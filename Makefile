@@ -5,7 +5,8 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
-PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
+# What is imported gets compiled then; compiling everything now would take twice as long.
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
 NB ?= $(sort $(wildcard nbs/*.ipynb))
 MPLBACKEND ?= Agg
 export MPLBACKEND
