@@ -1,0 +1,1 @@
+"""Programs: each is one module with `main(argv)`, and one command of `fucina`."""
