@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
 os.environ['IN_TEST'] = '1'  # the last cell of a chapter must not export
@@ -14,7 +15,7 @@ os.environ['IN_TEST'] = '1'  # the last cell of a chapter must not export
 from execnb.nbio import nb2str
 from nbdev.config import get_config
 from nbdev.process import NBProcessor
-from nbdev.processors import FilterDefaults
+from nbdev.processors import FilterDefaults, exec_show_docs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,9 +25,20 @@ def page(name):
     return re.sub(r'^\d\d[a-z]?_', '', name)
 
 
+class Document(exec_show_docs):
+    "Loads the module first: an annotation may name a class that a later cell defines."
+    def begin(self):
+        super().begin()
+        for cell in self.nb.cells:
+            for name in cell.directives_.get('default_exp', ()):
+                module = vars(import_module(f'fucina.{name}'))
+                self.k.user_ns.update({k: module[k] for k in module if k[:2] != '__'})
+
+
 def processed(path, home, source):
     "A chapter without hidden cells, with rendered signatures and links within the site."
-    processor = NBProcessor(path, procs=FilterDefaults().procs())
+    procs = FilterDefaults().procs()
+    processor = NBProcessor(path, [Document if p is exec_show_docs else p for p in procs])
     processor.process()
     for cell in processor.nb.cells:
         text = cell.source
@@ -54,4 +66,7 @@ def stage(folder):
     (folder/'_quarto.yml').write_text(site, encoding='utf-8')
 
 
-if __name__ == '__main__': stage(Path(sys.argv[1]))
+if __name__ == '__main__':
+    target = Path(sys.argv[1]).resolve()
+    os.chdir(ROOT/'nbs')  # where the cells that load what is documented expect to run
+    stage(target)
