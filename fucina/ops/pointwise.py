@@ -30,7 +30,7 @@ TANH = tuple(f32(c) for c in (-5.70498872745e-3, 2.06390887954e-2, -5.3739715553
                               1.33314422036e-1, -3.33332819422e-1))
 GELU_A, GELU_B = f32(0.7978845608028654), f32(0.044715)
 
-# %% ../../nbs/05_pointwise.ipynb #0eada7c5
+# %% ../../nbs/05_pointwise.ipynb #97005248
 @inline
 def _poly(x, coefs):
     p = coefs[0]
@@ -59,9 +59,12 @@ def tanh32(x):
     a = abs(x)
     z = x * x
     near = x + x * z * _poly(z, TANH)
-    far = f32(1) - f32(2) / (exp32(min(a, f32(10)) * f32(2)) + f32(1))
+    b = (f32(10) if a > f32(10) else a) * f32(2)
+    n = (b * LOG2_E + ROUND) - ROUND
+    r = b - n * LN2_HI - n * LN2_LO
+    e = (_poly(r, EXP) * (r * r) + r + f32(1)) * _pow2(n)  # exp32 without its odd ends
+    far = f32(1) - f32(2) / (e + f32(1))
     if x < f32(0): far = -far
-    if x != x: far = x
     return near if a < f32(0.625) else far
 
 @inline
