@@ -144,51 +144,54 @@ def _check_versions(node: Node) -> None:
             raise StaleGraphError(f'a parameter of shape {p.shape} used by {node.op} was '
                                   'changed between the forward and the backward pass')
 
-# %% ../nbs/03a_autograd.ipynb #e7ae588b
-def _deliver(state: ThreadState, node: Node, grads: Sequence[Any]) -> list[Node]:
-    "Hand the pieces of a VJP to the operands, left to right; return the complete ones."
-    complete = []
-    for p, g in zip(node.parents, grads):
-        if p is None: continue
-        if g is None:
-            raise MissingBackwardGradientError(
-                f'the VJP of {node.op} returned no gradient for an operand that needs one')
-        if g.shape != p.shape:
-            raise ShapeMismatchError(f'the VJP of {node.op} returned shape {g.shape} '
-                                     f'for an operand of shape {p.shape}')
-        if isinstance(p, Leaf):
-            p.accumulate(g)
-            continue
-        old = p.grad
-        if old is None: p.grad = g
-        elif p.private: np.add(old, g, out=old)
-        else: p.grad, p.private = np.add(old, g, out=empty(state, p.shape)), True
-        p.pending -= 1
-        if not p.pending: complete.append(p)
-    return complete
-
-# %% ../nbs/03a_autograd.ipynb #19e7f0b8
+# %% ../nbs/03a_autograd.ipynb #fbe17b0c
 def _propagate(state: ThreadState, root: Node, arena: Record | None) -> None:
+    "Call VJPs in order and hand their pieces to the operands, left to right."
     ready = [root]
     while ready:
         node = ready.pop()
-        gy, vjp, parents = node.grad, node.vjp, node.parents
+        gy, parents, first = node.grad, node.parents, len(ready)
+        grads: Any = node.vjp(gy, _ONE_NEED if len(parents) == 1 else  # type: ignore[misc]
+                              [p is not None for p in parents])
+        for p, g in zip(parents, grads):
+            if p is None: continue
+            if g is None or g.shape != p.shape: _refuse(node, p, g)
+            if p.vjp is None:
+                p.accumulate(g)  # type: ignore[attr-defined]
+                continue
+            old = p.grad
+            if old is None: p.grad = g
+            elif p.private: np.add(old, g, out=old)
+            else: p.grad, p.private = np.add(old, g, out=empty(state, p.shape)), True
+            p.pending -= 1
+            if not p.pending: ready.insert(first, p)
         if not node.flags & RETAIN: node.grad = None
-        assert vjp is not None
-        grads = vjp(gy, (True,) if len(parents) == 1 else [p is not None for p in parents])
-        ready.extend(reversed(_deliver(state, node, grads)))
-        if arena is None: continue
-        grads, owned, pool = None, arena.owned, arena.pool
-        while owned:
-            a = owned.pop()
-            if sys.getrefcount(a) == ALONE: pool.give(a)
-        a = gy if gy.base is None else gy.base
-        gy = None
-        if sys.getrefcount(a) == ALONE and type(a) is np.ndarray and a.dtype == f32:
-            if a.flags.owndata and a.flags.c_contiguous: pool.give(a)
-        a = None
+        if arena is not None:
+            gy = grads = g = old = None
+            _recycle(arena.owned)
 
-# %% ../nbs/03a_autograd.ipynb #50f6415c
+_ONE_NEED = (True,)
+
+def _refuse(node: Node, p: Node, g: Any) -> None:
+    if g is None:
+        raise MissingBackwardGradientError(
+            f'the VJP of {node.op} returned no gradient for an operand that needs one')
+    raise ShapeMismatchError(f'the VJP of {node.op} returned shape {g.shape} '
+                             f'for an operand of shape {p.shape}')
+
+# %% ../nbs/03a_autograd.ipynb #986f40d5
+def _recycle(owned: list[tuple[np.ndarray, list[np.ndarray]]], depth: int = 6) -> None:
+    "Put the buffers that nobody holds back on their shelves, looking at the last few."
+    held = []
+    n = len(owned)
+    if n > 32 and not n & (n - 1): depth = n
+    for _ in range(min(depth, n)):
+        a, shelf = owned.pop()
+        if sys.getrefcount(a) == ALONE: shelf.append(a)
+        else: held.append((a, shelf))
+    owned.extend(reversed(held))
+
+# %% ../nbs/03a_autograd.ipynb #9a401184
 def backward(
     root: Node,  # the node of the result to differentiate
     seed: np.ndarray,  # float32, shape of the result: its own gradient
@@ -207,7 +210,9 @@ def backward(
     if scope is not None and EXACT: arena = Record(scope.context, scope, scope.where)
     state.scope = arena
     try: _propagate(state, root, arena)
-    finally: state.scope = scope
+    finally:
+        state.scope = scope
+        if arena is not None: arena.release()
     root.flags |= DONE
 
 # %% ../nbs/03a_autograd.ipynb #05750d21

@@ -19,55 +19,47 @@ from .errors import (ContextClosedError, ContextThreadError, InvalidConfigError,
                            ScopeClosedError, ScopeOrderError)
 from .kernels import f32, set_workers
 
-# %% ../nbs/03_exec.ipynb #0338fd08
-def _take_alone(buffers: list[np.ndarray]) -> int:
-    "References to the last array of `buffers` while it is taken out."
-    a = buffers.pop()
+# %% ../nbs/03_exec.ipynb #c9b24a15
+def _take_alone(owned: list[tuple[np.ndarray, list]]) -> int:
+    "References to the last array of `owned` while it is taken out."
+    a, _ = owned.pop()
     return sys.getrefcount(a)
 
-ALONE = _take_alone([np.empty(1, f32)])
+ALONE = _take_alone([(np.empty(1, f32), [])])
 # Counts are exact only under the global lock; without it nothing is reused.
 EXACT = getattr(sys, '_is_gil_enabled', lambda: True)()
 
-# %% ../nbs/03_exec.ipynb #df22edf1
+# %% ../nbs/03_exec.ipynb #af52612a
 class Pool:
     "Float32 arrays that nobody uses, by shape."
 
-    __slots__ = ('free', 'cap', 'cached', 'fresh', 'reused', 'escaped')
+    __slots__ = ('free', 'cap', 'taken', 'fresh', 'escaped', 'checked')
 
     def __init__(self,
         cap: int,  # bytes to keep at most
     ):
         self.free: dict[tuple[int, ...], list[np.ndarray]] = {}
         self.cap = cap
-        self.cached = self.fresh = self.reused = self.escaped = 0
+        self.taken = self.fresh = self.escaped = self.checked = 0
 
-    def take(self, shape: tuple[int, ...]) -> np.ndarray:
-        "An array of `shape` with arbitrary contents."
-        ready = self.free.get(shape)
-        if ready:
-            a = ready.pop()
-            self.cached -= a.nbytes
-            self.reused += 1
-            return a
-        self.fresh += 1
-        return np.empty(shape, f32)
+    @property
+    def cached(self) -> int:
+        "Bytes on the shelves."
+        return sum(a.nbytes for shelf in self.free.values() for a in shelf)
 
-    def give(self, a: np.ndarray) -> None:
-        "Keep `a`, which nobody else may hold."
-        self.cached += a.nbytes
-        ready = self.free.get(a.shape)
-        if ready is None: self.free[a.shape] = [a]
-        else: ready.append(a)
-        if self.cached > self.cap: self.shrink(self.cap)
+    def limit(self) -> None:
+        "Respect `cap`; without fresh arrays since the last look it cannot be exceeded."
+        if self.fresh != self.checked:
+            self.checked = self.fresh
+            self.shrink(self.cap)
 
     def shrink(self, cap: int) -> None:
         "Drop arrays, oldest shape first, until at most `cap` bytes are kept."
+        over = self.cached - cap
         for shape in list(self.free):
-            ready = self.free[shape]
-            while ready and self.cached > cap: self.cached -= ready.pop().nbytes
-            if self.cached <= cap: return
-            del self.free[shape]
+            if over <= 0: return
+            shelf = self.free[shape]
+            while shelf and over > 0: over -= shelf.pop().nbytes
 
 # %% ../nbs/03_exec.ipynb #b5c19c1d
 class ThreadState:
@@ -95,7 +87,7 @@ def thread_state() -> ThreadState:
     "The state of the calling thread."
     return _local.state
 
-# %% ../nbs/03_exec.ipynb #45958b97
+# %% ../nbs/03_exec.ipynb #4debfae8
 def empty(
     state: ThreadState,
     shape: tuple[int, ...],
@@ -103,16 +95,13 @@ def empty(
     "Memory for one result: the scope's if one is open, else plain NumPy."
     scope = state.scope
     if scope is None: return np.empty(shape, f32)
-    ready = scope.free.get(shape)
-    if ready:
-        a = ready.pop()
-        pool = scope.pool
-        pool.cached -= a.nbytes
-        pool.reused += 1
+    shelf = scope.free.get(shape)
+    if shelf is None: shelf = scope.free[shape] = []
+    if shelf: a = shelf.pop()
     else:
         scope.pool.fresh += 1
         a = np.empty(shape, f32)
-    scope.owned.append(a)
+    scope.owned.append((a, shelf))
     return a
 
 # %% ../nbs/03_exec.ipynb #f1979af6
@@ -126,38 +115,42 @@ def place(
         if number is not None and start <= at < stop: line = number
     return f'{code.co_filename}:{line}'
 
-# %% ../nbs/03_exec.ipynb #7177aef1
+# %% ../nbs/03_exec.ipynb #2b5b49ae
 class Record:
     "The open half of a scope: what was made inside it."
 
     __slots__ = ('context', 'pool', 'free', 'results', 'owned', 'outer', 'where', 'closed',
-                 'count', 'nbytes', 'peak', '__weakref__')
+                 'count', 'nbytes', 'peak')
 
     def __init__(self, context: 'ExecContext', outer: Any, where: tuple[Any, int]):
         self.context, self.pool, self.free = context, context.pool, context.pool.free
         self.results: list[Any] = []
-        self.owned: list[np.ndarray] = []
+        self.owned: list[tuple[np.ndarray, list[np.ndarray]]] = []
         self.outer, self.where, self.closed = outer, where, False
         self.count = self.nbytes = self.peak = 0
 
     def release(self) -> None:
         "Drop every result, newest first, and recycle what nobody sees."
         results, owned, pool = self.results, self.owned, self.pool
-        self.count = max(self.count, len(results))
+        self.count, self.nbytes = max(self.count, len(results)), self.held()
         while results: results.pop()._release(self)
-        nbytes = 0
+        pool.taken += len(owned)
+        keep = pool.cap > 0 and EXACT
         while owned:
-            a = owned.pop()
-            nbytes += a.nbytes
-            if sys.getrefcount(a) == ALONE and EXACT: pool.give(a)
-            else: pool.escaped += 1
-        self.nbytes = max(self.nbytes, nbytes)
+            a, shelf = owned.pop()
+            if sys.getrefcount(a) == ALONE and keep: shelf.append(a)
+            else: pool.escaped += keep
+        pool.limit()
+
+    def held(self) -> int:
+        "Bytes of the arrays it owns."
+        return sum([a.nbytes for a, _ in self.owned]) or self.nbytes
 
     def opened_at(self) -> str:
         "`file:line` of the statement that opened the scope."
         return place(self.where)
 
-# %% ../nbs/03_exec.ipynb #617f5cb3
+# %% ../nbs/03_exec.ipynb #e25d58a3
 class ExecScope:
     "A block whose results are released together; made by `exec_scope`."
 
@@ -213,12 +206,11 @@ class ExecScope:
 
     @property
     def stats(self) -> dict[str, int]:
-        "Counts of this scope: results, bytes of their arrays, largest bytes at a time."
+        "Of this scope: results, bytes of their arrays, and most bytes with gradients."
         r = self._record
         if r is None: return {'results': 0, 'bytes': 0, 'peak': 0}
-        held = sum(a.nbytes for a in r.owned)
-        return {'results': max(r.count, len(r.results)), 'bytes': max(r.nbytes, held),
-                'peak': max(r.peak, r.nbytes, held)}
+        return {'results': max(r.count, len(r.results)), 'bytes': r.held(),
+                'peak': max(r.peak, r.held())}
 
     def __repr__(self) -> str:
         r = self._record
@@ -245,7 +237,7 @@ def get_gemm() -> str:
     "The matrix product in force on this thread."
     return _local.state.gemm or _default['gemm']
 
-# %% ../nbs/03_exec.ipynb #5fb0df3d
+# %% ../nbs/03_exec.ipynb #64c8221f
 class ExecContext:
     "Buffers, scopes and policies of one thread at a time."
 
@@ -352,9 +344,10 @@ class ExecContext:
     def stats(self) -> dict[str, int]:
         "Arrays allocated, reused and escaped; bytes cached and live; open scopes."
         p = self.pool
-        return {'fresh': p.fresh, 'reused': p.reused, 'escaped': p.escaped,
+        taken = p.taken + sum(len(r.owned) for r in self.scopes)
+        return {'fresh': p.fresh, 'reused': taken - p.fresh, 'escaped': p.escaped,
                 'cached_bytes': p.cached, 'open_scopes': len(self.scopes),
-                'live_bytes': sum(a.nbytes for r in self.scopes for a in r.owned)}
+                'live_bytes': sum(a.nbytes for r in self.scopes for a, _ in r.owned)}
 
     def close(self) -> None:
         "Free the pool; the context cannot be used afterwards."

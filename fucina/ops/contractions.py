@@ -20,11 +20,11 @@ from .named import F32, Named, _intern_tags, result, untracked, widen
 from .reductions import Reductions
 from .views import N, only_f32
 
-# %% ../../nbs/05c_contractions.ipynb #803792e8
+# %% ../../nbs/05c_contractions.ipynb #b1792707
 class Side:
     "How one operand becomes a (stack of) matrices."
 
-    __slots__ = ('order', 'swapped', 'shape', 'full', 'back')
+    __slots__ = ('order', 'swapped', 'shape', 'full', 'back', 'plain')
 
     def __init__(self, x: Any, batch: tuple, rows: tuple, cols: tuple):
         sizes = dict(zip(x.tags, x.shape))
@@ -39,9 +39,11 @@ class Side:
         if x.tags != wanted:
             self.order = tuple([x.tags.index(t) for t in wanted])
             self.back = tuple([wanted.index(t) for t in x.tags])
+        self.plain = self.order is None and self.shape == self.full and not batch
 
     def matrix(self, a: np.ndarray) -> np.ndarray:
         "The operand's array as (batch, rows, cols)."
+        if self.plain and a.flags.c_contiguous: return a.T if self.swapped else a
         if self.order is not None: a = np.ascontiguousarray(a.transpose(self.order))
         elif not (a.flags.c_contiguous or a.ndim == 2 and a.flags.f_contiguous):
             a = np.ascontiguousarray(a)
@@ -84,7 +86,7 @@ def describe(x: Any) -> str:
     "Tags and sizes of a tensor or a frozen matrix."
     return '[' + ', '.join(f'{t}={n}' for t, n in zip(x.tags, x.shape)) + ']'
 
-# %% ../../nbs/05c_contractions.ipynb #662da02c
+# %% ../../nbs/05c_contractions.ipynb #a299182c
 _products: dict[Any, Product] = {}
 
 def multiply(state: ThreadState, a: np.ndarray, b: np.ndarray, shape: tuple) -> np.ndarray:
@@ -98,20 +100,21 @@ def _vjp(plan: Product, a: np.ndarray, b: Any) -> Callable:
     def vjp(gy, needs):
         state, dx, dw = thread_state(), None, None
         if gy.shape != matrix: gy = np.ascontiguousarray(gy).reshape(matrix)
+        gyt = gy.T if gy.ndim == 2 else gy.swapaxes(-1, -2)
         if needs[0]:
             w = right.matrix(b if type(b) is np.ndarray else b())
-            if left.swapped: dx = multiply(state, w, gy.swapaxes(-1, -2), left.shape)
+            if left.swapped: dx = multiply(state, w, gyt, left.shape)
             else: dx = multiply(state, gy, w.swapaxes(-1, -2), left.shape)
             dx = left.restore(dx)
         if needs[1]:
             x = left.matrix(a)
-            if right.swapped: dw = multiply(state, gy.swapaxes(-1, -2), x, right.shape)
+            if right.swapped: dw = multiply(state, gyt, x, right.shape)
             else: dw = multiply(state, x.swapaxes(-1, -2), gy, right.shape)
             dw = right.restore(dw)
         return dx, dw
     return vjp
 
-# %% ../../nbs/05c_contractions.ipynb #fb4b37bd
+# %% ../../nbs/05c_contractions.ipynb #b83c71bf
 def is_frozen(w: Any) -> bool:
     "Whether `w` is a packed matrix: an object with tags, shape and `widen`."
     return not isinstance(w, Named) and hasattr(w, 'tags') and hasattr(w, 'widen')
@@ -130,12 +133,14 @@ def _right(w: Any, op: str) -> Any:
 
 def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
     "Sum the product of `x` and `w` over the tags `over`."
-    a, b = x._data, _right(w, op)
+    a = x._data
+    if isinstance(w, Named) and w._dtype is F32 and w._data is not None: b, tags = w._data, w._tags
+    else: b, tags = _right(w, op), w.tags
     if a is None: x._dead(op)
     if x._dtype is not F32:
         only_f32(x, op)
         raise DTypeError(f'{op}: the left operand must be f32, got {x._describe()}')
-    key = x._tags, w.tags, over, a.shape, w.shape
+    key = x._tags, tags, over, a.shape, b.shape if type(b) is np.ndarray else w.shape
     plan = _products.get(key)
     if plan is None:
         if len(_products) > 4096: _products.clear()

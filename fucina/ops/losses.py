@@ -22,11 +22,11 @@ from .reductions import f32_values
 from .rows import Rows, ln32
 from .views import N, lane_sum
 
-# %% ../../nbs/05e_losses.ipynb #ee320d07
+# %% ../../nbs/05e_losses.ipynb #d9b9f7c9
 BLOCK = 4096  # elements of a block of rows: they stay in the first cache
 
 @kernel
-def _shifted_exp(x, labels, ignore, stats, e):
+def _shifted_exp(x, stats, e):
     "`e` = exp(x - m) for a few rows, and their m."
     for i in range(x.shape[0]):
         row, to = x[i], e[i]
@@ -39,14 +39,14 @@ def _shifted_exp(x, labels, ignore, stats, e):
     for j in range(flat.size): flat[j] = exp32(flat[j])
 
 @kernel
-def _xent(x, labels, ignore, eps, stats, loss):
+def _xent(ignore, eps, x, labels, stats, loss):
     k = x.shape[1]
     step = max(1, 4096 // k)
     e = np.empty((step, k), f32)
     share = eps / f32(k)
     for s in range(0, x.shape[0], step):
         xs, st, out, ls = x[s:s + step], stats[s:s + step], loss[s:s + step], labels[s:s + step]
-        _shifted_exp(xs, ls, ignore, st, e[:xs.shape[0]])
+        _shifted_exp(xs, st, e[:xs.shape[0]])
         for i in range(xs.shape[0]):
             z = lane_sum(e[i])
             st[i, 1] = z
@@ -57,9 +57,9 @@ def _xent(x, labels, ignore, eps, stats, loss):
             if eps > f32(0): v = v - share * lane_sum(xs[i])
             out[i] = v
 
-# %% ../../nbs/05e_losses.ipynb #7c677576
+# %% ../../nbs/05e_losses.ipynb #6d79c5e2
 @kernel
-def _xent_grad(x, labels, ignore, eps, stats, gy, gx):
+def _xent_grad(ignore, eps, x, labels, stats, gy, gx):
     "gx = e^(x - m) · (r / Z) - (ε / K) · r, and (1 - ε) · r less at the label; r = gy."
     k = x.shape[1]
     step = max(1, 4096 // k)
@@ -86,7 +86,7 @@ def _serial_sum(x):
     for i in range(x.size): total = total + x[i]
     return total
 
-# %% ../../nbs/05e_losses.ipynb #f855e32b
+# %% ../../nbs/05e_losses.ipynb #d13ea28b
 NO_LABEL = -2**63  # no label can equal it: "ignore nothing"
 
 @kernel
@@ -108,6 +108,11 @@ def as_labels(
     ignore: int,  # except this one
 ) -> np.ndarray:  # int64, flat
     "Check labels; InvalidDataLengthError or IndexOutOfBoundsError otherwise."
+    if type(labels) is list:
+        known = _lists.get(count)
+        # Comparing with a remembered copy is ten times faster than converting a list.
+        if known is not None and known[0] == labels and known[2:] == (classes, ignore):
+            return known[1]
     a = np.asarray(labels)
     if a.dtype.kind not in 'iu': raise DTypeError(f'labels are integers, got {a.dtype}')
     if a.size != count:
@@ -118,13 +123,21 @@ def as_labels(
     bad = _first_bad(a, classes, ignore)
     if bad >= 0:
         raise IndexOutOfBoundsError(f'label {a[bad]} at position {bad} with {classes} classes')
+    if type(labels) is list:
+        if len(_lists) > 64: _lists.clear()
+        _lists[count] = labels.copy(), a, classes, ignore
     return a
 
-# %% ../../nbs/05e_losses.ipynb #5fc2dffa
-def _by_rows(f: Any, rows: int, k: int, *arrays: np.ndarray) -> None:
-    least, chunk = max(1, LEAST // k), max(1, CHUNK // k)
-    if rows < least: f(*arrays)
-    else: parallel_for(rows, lambda a, b: f(*[v[a:b] for v in arrays]), chunk, least)
+_lists: dict[int, tuple[list, np.ndarray, int, int]] = {}
+
+# %% ../../nbs/05e_losses.ipynb #90365ec9
+def _by_rows(f: Any, ignore: int, eps: np.float32, x: np.ndarray, *arrays: np.ndarray) -> None:
+    if x.size < LEAST:
+        f(ignore, eps, x, *arrays)
+        return
+    k, arrays = x.shape[1], (x, *arrays)
+    parallel_for(x.shape[0], lambda a, b: f(ignore, eps, *[v[a:b] for v in arrays]),
+                 max(1, CHUNK // k), 2)
 
 class Losses(Rows):
     "Losses: functions of predictions and targets, to be made small."
@@ -140,24 +153,24 @@ class Losses(Rows):
         label_smoothing: float = 0.0,  # in [0, 1)
     ) -> N:  # scalar; 'none': without the class axis
         "Minus the log-probability that softmax gives to the labels."
-        axis, k = self.axis(tag), self.dim(tag)
-        eps = _f32(label_smoothing, 'label_smoothing')
+        axis, eps = self.axis(tag), _f32(label_smoothing, 'label_smoothing')
         if not 0 <= eps < 1:
             raise ValueError(f'label_smoothing must be in [0, 1), got {label_smoothing}')
         check_reduction(reduction)
         ignore = NO_LABEL if ignore_index is None else index(ignore_index)
         a = f32_values(self, 'cross_entropy')
+        k = a.shape[axis]
         rows = a.size // k
         lab = as_labels(labels, rows, k, ignore)
         if axis != a.ndim - 1: a = np.moveaxis(a, axis, -1)
         x = np.ascontiguousarray(a).reshape(rows, k)
         state = thread_state()
         stats, loss = empty(state, (rows, 2)), empty(state, (rows,))
-        _by_rows(lambda x, y, s, o: _xent(x, y, ignore, eps, s, o), rows, k, x, lab, stats, loss)
+        _by_rows(_xent, ignore, eps, x, lab, stats, loss)
         saved = x, lab, ignore, eps, stats, axis, a.shape
         return _finish(self, loss, reduction, saved)
 
-# %% ../../nbs/05e_losses.ipynb #17b96280
+# %% ../../nbs/05e_losses.ipynb #c4550dca
 def check_reduction(reduction: str) -> None:
     "One of the three words."
     if reduction not in ('mean', 'sum', 'none'):
@@ -180,8 +193,7 @@ def _finish(t: Any, loss: np.ndarray, reduction: str, saved: tuple) -> Any:
         if reduction == 'mean': r.fill(gy / f32(max(counted, 1)))
         elif reduction == 'sum': r.fill(gy)
         else: np.copyto(r, gy.reshape(-1))
-        _by_rows(lambda x, y, st, r, g: _xent_grad(x, y, ignore, eps, st, r, g), *x.shape,
-                 x, lab, stats, r, g)
+        _by_rows(_xent_grad, ignore, eps, x, lab, stats, r, g)
         g = g.reshape(shape)
         return (g if axis == len(shape) - 1 else np.moveaxis(g, -1, axis),)
     if node is not None:

@@ -130,7 +130,7 @@ def to_storage(data: Any, dtype: str | None) -> tuple[np.ndarray, str]:
     with np.errstate(over='ignore', invalid='ignore'): values = np.array(a, f32, order='C')
     return (values if dtype == F32 else narrow(values, dtype)), dtype
 
-# %% ../../nbs/04_named.ipynb #61976cb2
+# %% ../../nbs/04_named.ipynb #0da241b8
 T = TypeVar('T', bound='Access')
 
 def _read_only(a: np.ndarray) -> np.ndarray:
@@ -179,7 +179,7 @@ class Access:
     def _keep(self: T) -> T:
         "Become a constant; return a stand-in that the scope can release."
         other = self._make(self._live('keep'), self._tags, self._dtype, self._node)
-        self._node = None
+        self._node = self._op = None
         return other
 
 # %% ../../nbs/04_named.ipynb #23c79feb
@@ -331,7 +331,9 @@ class Storage(Values):
             raise DTypeError(f'bits are for f16 and bf16, not for {self._describe()}')
         return _read_only(self._live('bits').view(np.uint16))
 
-# %% ../../nbs/04_named.ipynb #fff78ffa
+# %% ../../nbs/04_named.ipynb #64b4c2e4
+_UNIT = np.ones((), f32)
+
 class Gradients(Storage):
     "The tensor's place in the graph."
 
@@ -391,7 +393,7 @@ class Gradients(Storage):
         if self._node is None:
             raise NoGradientGraphError(f'{self._describe()} does not depend on a variable')
         if grad is not None: seed = self._seed(grad)
-        elif a.size == 1: seed = np.ones(a.shape, f32)
+        elif a.size == 1: seed = _UNIT if a.ndim == 0 else np.ones(a.shape, f32)
         else: raise MissingOutputGradientError(f'backward of {self._describe()} needs a '
                                                'gradient; only one element implies 1')
         backward(self._node, seed)

@@ -21,16 +21,14 @@ from .named import F32, Named, _intern_tags, narrow, result, untracked, widen
 from .views import N, Views, as_view, only_f32, sum_axes
 from ..rng import word
 
-# %% ../../nbs/05_pointwise.ipynb #2ea924bc
+# %% ../../nbs/05_pointwise.ipynb #7ad50e45
 ROUND = f32(1.5 * 2**23)  # adding it leaves a float32 no room for a fraction
 LOG2_E, LN2_HI, LN2_LO = f32(1 / math.log(2)), f32(0.693359375), f32(-2.12194440e-4)
 EXP = tuple(f32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3,
                              4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1))
-TANH = tuple(f32(c) for c in (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2,
-                              1.33314422036e-1, -3.33332819422e-1))
 GELU_A, GELU_B = f32(0.7978845608028654), f32(0.044715)
 
-# %% ../../nbs/05_pointwise.ipynb #97005248
+# %% ../../nbs/05_pointwise.ipynb #05fa05b5
 @inline
 def _poly(x, coefs):
     p = coefs[0]
@@ -55,17 +53,14 @@ def exp32(x):
 
 @inline
 def tanh32(x):
-    "tanh x in float32: a polynomial near 0, 1 - 2 / (e^2x + 1) elsewhere."
+    "tanh x in float32: E / (E + 2) with E = e^2|x| - 1, small where x is."
     a = abs(x)
-    z = x * x
-    near = x + x * z * _poly(z, TANH)
     b = (f32(10) if a > f32(10) else a) * f32(2)
     n = (b * LOG2_E + ROUND) - ROUND
     r = b - n * LN2_HI - n * LN2_LO
-    e = (_poly(r, EXP) * (r * r) + r + f32(1)) * _pow2(n)  # exp32 without its odd ends
-    far = f32(1) - f32(2) / (e + f32(1))
-    if x < f32(0): far = -far
-    return near if a < f32(0.625) else far
+    s = _pow2(n)
+    e = s * (_poly(r, EXP) * (r * r) + r) + (s - f32(1))
+    return np.copysign(e / (e + f32(2)), x)
 
 @inline
 def sigmoid32(x):
@@ -74,7 +69,7 @@ def sigmoid32(x):
     y = f32(1) / (f32(1) + e)
     return y if x >= f32(0) else e * y
 
-# %% ../../nbs/05_pointwise.ipynb #ec2a0dab
+# %% ../../nbs/05_pointwise.ipynb #117f8ab0
 def each(
     f: Callable,  # a kernel over flat arrays, or a ufunc; the last array is written
     *arrays: np.ndarray,  # same size, C-contiguous
@@ -82,7 +77,7 @@ def each(
 ) -> np.ndarray:  # the last array
     "Run an elementwise loop, on several threads if it is long."
     flat = [a.reshape(-1) for a in arrays]
-    if flat[-1].size < LEAST: f(*scalars, *flat)
+    if arrays[-1].size < LEAST: f(*scalars, *flat)
     else: parallel_for(flat[-1].size, lambda i, j: f(*scalars, *[a[i:j] for a in flat]))
     return arrays[-1]
 
@@ -341,11 +336,11 @@ class Scalars(Activations):
         "x^e"
         return unary(self, 'pow_scalar', _power, _power_grad, 0, (_f32(e, 'exponent'),))
 
-# %% ../../nbs/05_pointwise.ipynb #254e8fbb
+# %% ../../nbs/05_pointwise.ipynb #052bb553
 class Plan:
     "How two operands line up, and how a gradient finds its way back to each."
 
-    __slots__ = ('tags', 'shape', 'view', 'back')
+    __slots__ = ('tags', 'shape', 'view', 'back', 'row')
 
     def __init__(self, x: Named, y: Named, op: str):
         self.tags = _intern_tags(x._tags + tuple([t for t in y._tags if t not in x._tags]))
@@ -358,6 +353,7 @@ class Plan:
             sizes.append(max(n, m))
         self.shape = tuple(sizes)
         self.view, self.back = zip(self._side(x), self._side(y))
+        self.row = y._tags == self.tags[1:] and y.ndim == 1 and x.shape == self.shape
 
     def _side(self, v: Named) -> tuple[Any, Any]:
         order = [v._tags.index(t) for t in self.tags if t in v._tags]
@@ -381,7 +377,7 @@ def pull(gy: np.ndarray, back: Any) -> np.ndarray:
     if gone: gy = sum_axes(thread_state(), gy, gone)
     return gy.transpose(order).reshape(shape) if gy.ndim > 1 else gy.reshape(shape)
 
-# %% ../../nbs/05_pointwise.ipynb #a1c782ff
+# %% ../../nbs/05_pointwise.ipynb #f23997ce
 _plans: dict[Any, Plan] = {}
 
 def plan_for(x: Named, y: Named, op: str) -> Plan:
@@ -394,6 +390,12 @@ def plan_for(x: Named, y: Named, op: str) -> Plan:
     return plan
 
 _SAME: Any = (None, None)
+
+@kernel
+def _add_row(x, row, y):
+    for i in range(x.shape[0]):
+        p, q = x[i], y[i]
+        for j in range(q.size): q[j] = p[j] + row[j]
 
 def binary(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N:
     "A pointwise operation of two tensors."
@@ -408,15 +410,22 @@ def binary(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N:
     if y._tags is not tags or b.shape != shape:
         plan = plan_for(x, y, op)
         tags, shape, back = plan.tags, plan.shape, plan.back
+        if plan.row and op == 'add' and a.flags.c_contiguous:
+            out = empty(state, shape)
+            _add_row(a, b, out)
+            return _finish(x, y, op, state, out, tags, a, b, back, make_vjp)
         a, b = lined_up(a, plan.view[0]), lined_up(b, plan.view[1])
     out = empty(state, shape)
     if out.size < LEAST or back is not _SAME: ufunc(a, b, out=out)
     else: each(lambda p, q, r: ufunc(p, q, out=r), np.ascontiguousarray(a),
                np.ascontiguousarray(b), out)
+    return _finish(x, y, op, state, out, tags, a, b, back, make_vjp)
+
+def _finish(x, y, op, state, out, tags, a, b, back, make_vjp):
     node, other = x._node, y._node
     if node is not None or other is not None:
         if state.no_grad: node = untracked(state, op) or None
-        else: node = Node((node, other), make_vjp(a, b, back), op, shape)
+        else: node = Node((node, other), make_vjp(a, b, back), op, out.shape)
     return result(type(x), state, out, tags, op, node)
 
 def _binary16(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N:
