@@ -6,7 +6,7 @@
 __all__ = ['exp32', 'tanh32', 'sigmoid32', 'each', 'unary', 'in_f32', 'Functions', 'Activations', 'Scalars', 'Plan', 'lined_up',
            'pull', 'plan_for', 'binary', 'Arithmetic', 'Pointwise']
 
-# %% ../../nbs/05_pointwise.ipynb #db57272b
+# %% ../../nbs/05_pointwise.ipynb #4e3acb5f
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from ..errors import DTypeError, InvalidDropoutError, ShapeMismatchError
 from ..exec import empty, thread_state
 from ..kernels import LEAST, f32, i64, inline, kernel, parallel_for, u32, u64
 from .named import F32, Named, _intern_tags, narrow, result, untracked, widen
-from .views import N, Views, as_view, only_f32, sum_axes
+from .views import N, Views, _sum_cols, as_view, only_f32, sum_axes
 from ..rng import word
 
 # %% ../../nbs/05_pointwise.ipynb #7ad50e45
@@ -69,15 +69,15 @@ def sigmoid32(x):
     y = f32(1) / (f32(1) + e)
     return y if x >= f32(0) else e * y
 
-# %% ../../nbs/05_pointwise.ipynb #117f8ab0
+# %% ../../nbs/05_pointwise.ipynb #73e0a51c
 def each(
     f: Callable,  # a kernel over flat arrays, or a ufunc; the last array is written
     *arrays: np.ndarray,  # same size, C-contiguous
     scalars: tuple = (),  # before the arrays
 ) -> np.ndarray:  # the last array
     "Run an elementwise loop, on several threads if it is long."
-    flat = [a.reshape(-1) for a in arrays]
-    if arrays[-1].size < LEAST: f(*scalars, *flat)
+    flat = [a if a.ndim == 1 else a.reshape(-1) for a in arrays]
+    if flat[-1].size < LEAST: f(*scalars, *flat)
     else: parallel_for(flat[-1].size, lambda i, j: f(*scalars, *[a[i:j] for a in flat]))
     return arrays[-1]
 
@@ -175,7 +175,7 @@ def _cos_grad(gy, x, gx): np.multiply(np.negative(np.sin(x, out=gx), out=gx), gy
 
 def _neg_grad(gy, x, gx): np.negative(gy, out=gx)
 
-# %% ../../nbs/05_pointwise.ipynb #11c2435a
+# %% ../../nbs/05_pointwise.ipynb #29205132
 def unary(x: N, op: str, forward: Callable, grad: Callable, saves: int,
           scalars: tuple = ()) -> N:
     "A pointwise operation; `grad` reads the input (`saves` = 0) or the output (1)."
@@ -185,15 +185,20 @@ def unary(x: N, op: str, forward: Callable, grad: Callable, saves: int,
                                                               scalars), x)
     state, node = thread_state(), x._node
     if not a.flags.c_contiguous: a = np.ascontiguousarray(a)
-    out = each(forward, a, empty(state, a.shape), scalars=scalars)
+    out = empty(state, a.shape)
+    if a.size < LEAST and not scalars: forward(a.reshape(-1), out.reshape(-1))
+    else: each(forward, a, out, scalars=scalars)
     if node is not None:
         if state.no_grad: node = untracked(state, op) or None
         else:
             saved = out if saves else a
             def vjp(gy, needs):
                 if not gy.flags.c_contiguous: gy = np.ascontiguousarray(gy)
-                return (each(grad, gy, saved, empty(thread_state(), gy.shape),
-                             scalars=scalars),)
+                gx = empty(thread_state(), gy.shape)
+                if gx.size < LEAST and not scalars:
+                    grad(gy.reshape(-1), saved.reshape(-1), gx.reshape(-1))
+                else: each(grad, gy, saved, gx, scalars=scalars)
+                return (gx,)
             node = Node((node,), vjp, op, a.shape)
     return result(type(x), state, out, x._tags, op, node)
 
@@ -336,7 +341,7 @@ class Scalars(Activations):
         "x^e"
         return unary(self, 'pow_scalar', _power, _power_grad, 0, (_f32(e, 'exponent'),))
 
-# %% ../../nbs/05_pointwise.ipynb #052bb553
+# %% ../../nbs/05_pointwise.ipynb #574a857b
 class Plan:
     "How two operands line up, and how a gradient finds its way back to each."
 
@@ -364,7 +369,9 @@ class Plan:
         back = [left.index(t) for t in v._tags if t in left]
         same = v._tags == self.tags and v.shape == self.shape
         straight = order == sorted(order) and None not in where[len(where) - len(order):]
-        return (None if straight else (order, where)), (None if same else (gone, back, v.shape))
+        rows = gone == tuple(range(len(gone))) and v._tags == self.tags[len(gone):]
+        return ((None if straight else (order, where)),
+                None if same else (gone, back, v.shape, rows))
 
 def lined_up(a: np.ndarray, view: Any) -> np.ndarray:
     "`a` with its axes where the plan wants them."
@@ -373,7 +380,11 @@ def lined_up(a: np.ndarray, view: Any) -> np.ndarray:
 def pull(gy: np.ndarray, back: Any) -> np.ndarray:
     "A gradient of the result, summed and turned into one of the operand."
     if back is None: return gy
-    gone, order, shape = back
+    gone, order, shape, rows = back
+    if rows and gy.flags.c_contiguous:
+        out = empty(thread_state(), shape)
+        _sum_cols(gy if gy.ndim == 2 else gy.reshape(-1, out.size), out.reshape(-1))
+        return out
     if gone: gy = sum_axes(thread_state(), gy, gone)
     return gy.transpose(order).reshape(shape) if gy.ndim > 1 else gy.reshape(shape)
 
