@@ -8,14 +8,15 @@ __all__ = ['MASK', 'GAMMA', 'M1', 'M2', 'STEP', 'BLOCK', 'WIDE', 'mix', 'splitmi
            'normal_fill', 'gaussian_pair_fast', 'gaussian_fill_at_fast', 'gumbel_fill', 'mulhi', 'randint_fill',
            'randperm_fill']
 
-# %% ../nbs/02_rng.ipynb #e29c6cfd
+# %% ../nbs/02_rng.ipynb #d31f3a2f
 import math
 from operator import index
 
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
 
-from .errors import DTypeError, ReadOnlyDataError, UnsupportedViewError
+from .dtypes import flat
+from .errors import DTypeError
 from .kernels import f32, f64, i32, i64, inline, kernel, parallel_for, u32, u64
 
 # %% ../nbs/02_rng.ipynb #04e1b373
@@ -86,24 +87,14 @@ def unit(w):
     # By way of int64, which every processor converts in one instruction.
     return f64(i64(w >> u64(11))) * STEP
 
-# %% ../nbs/02_rng.ipynb #d3f03f62
-def _flat(out, dtype):
-    "The elements of `out` in row-major order, sharing its memory."
-    if not isinstance(out, np.ndarray) or out.dtype != dtype:
-        got = getattr(out, 'dtype', type(out).__name__)
-        raise DTypeError(f'out must be a {dtype.__name__} array, got {got}')
-    if not out.flags.writeable: raise ReadOnlyDataError('out is read-only')
-    if not out.flags.carray:
-        raise UnsupportedViewError(f'out must be C-contiguous, got strides {out.strides}')
-    return out.reshape(-1)
-
+# %% ../nbs/02_rng.ipynb #4d058120
 def _finite(name, x):
     "`x` rounded to float32."
     with np.errstate(over='ignore'): y = f32(float(x))
     if not np.isfinite(y): raise ValueError(f'{name} must be finite in float32, got {x}')
     return y
 
-# %% ../nbs/02_rng.ipynb #f31ef4ba
+# %% ../nbs/02_rng.ipynb #b7622ecc
 @kernel
 def _uniform(seed, first, out, lo, span, hi, below):
     for i in range(out.size):
@@ -117,7 +108,7 @@ def uniform_fill(
     hi: float,  # upper end, excluded; lo == hi fills with lo
 ) -> np.ndarray:  # out
     "Uniform noise in [lo, hi)."
-    x, seed, lo, hi = _flat(out, f32), _u64(seed), _finite('lo', lo), _finite('hi', hi)
+    x, seed, lo, hi = flat(out, f32), _u64(seed), _finite('lo', lo), _finite('hi', hi)
     if not lo <= hi: raise ValueError(f'need lo <= hi, got {lo}, {hi}')
     span, below = f64(hi) - f64(lo), np.nextafter(hi, lo)
     parallel_for(x.size, lambda start, stop:
@@ -211,7 +202,7 @@ def _gaussian(seed, first, out, scale):
         if j >= 0: out[j] = f32(x * scale)
         if j + 1 < out.size: out[j + 1] = f32(y * scale)
 
-# %% ../nbs/02_rng.ipynb #b9e09021
+# %% ../nbs/02_rng.ipynb #352f76b1
 def gaussian_fill_at(
     seed: int,  # stream
     first: int,  # position of the first element in the stream
@@ -219,7 +210,7 @@ def gaussian_fill_at(
     scale: float,  # standard deviation, rounded to float32
 ) -> np.ndarray:  # out
     "Normal noise: elements `first`, `first + 1`, … of the stream."
-    x, seed, first = _flat(out, f32), _u64(seed), index(first)
+    x, seed, first = flat(out, f32), _u64(seed), index(first)
     scale = _finite('scale', scale)
     parallel_for(x.size, lambda start, stop:
         _gaussian(seed, _u64(first + start), x[start:stop], f64(scale)))
@@ -345,7 +336,7 @@ def _gaussian_fast(seed, first, out, scale, ones):
     if out.size & 1:
         out[-1] = gaussian_pair_fast(seed, first + u64(out.size - 1))[0] * scale
 
-# %% ../nbs/02_rng.ipynb #56395d7b
+# %% ../nbs/02_rng.ipynb #411978a9
 def gaussian_fill_at_fast(
     seed: int,  # stream
     first: int,  # position of the first element in the stream
@@ -353,13 +344,13 @@ def gaussian_fill_at_fast(
     scale: float,  # standard deviation, rounded to float32
 ) -> np.ndarray:  # out
     "Normal noise for evolution strategies; not bit-equal to `gaussian_fill_at`."
-    x, seed, first = _flat(out, f32), _u64(seed), index(first)
+    x, seed, first = flat(out, f32), _u64(seed), index(first)
     scale = _finite('scale', scale)
     parallel_for(x.size, lambda start, stop:
         _gaussian_fast(seed, _u64(first + start), x[start:stop], scale, u64(MASK)))
     return out
 
-# %% ../nbs/02_rng.ipynb #997f6f60
+# %% ../nbs/02_rng.ipynb #f786e41c
 @kernel
 def _gumbel(seed, first, out):
     for i in range(out.size):
@@ -371,7 +362,7 @@ def gumbel_fill(
     out: np.ndarray,  # float32, C-contiguous, any shape; element i takes word i
 ) -> np.ndarray:  # out
     "Standard Gumbel noise, whose argmax over shifted logits samples their softmax."
-    x, seed = _flat(out, f32), _u64(seed)
+    x, seed = flat(out, f32), _u64(seed)
     parallel_for(x.size, lambda start, stop: _gumbel(seed, u64(start), x[start:stop]))
     return out
 
@@ -385,7 +376,7 @@ def mulhi(a, b):
     n = (a & low) * (b >> half) + (m & low)
     return (a >> half) * (b >> half) + (m >> half) + (n >> half)
 
-# %% ../nbs/02_rng.ipynb #cd9d5620
+# %% ../nbs/02_rng.ipynb #2f312101
 @kernel
 def _randint(seed, first, out, low, span):
     for i in range(out.size):
@@ -398,7 +389,7 @@ def randint_fill(
     high: int,  # one past the largest value, at most 2^63 - 1
 ) -> np.ndarray:  # out
     "Integers in [low, high) (Lemire 2019, without rejection)."
-    x, seed, low, high = _flat(out, i64), _u64(seed), index(low), index(high)
+    x, seed, low, high = flat(out, i64), _u64(seed), index(low), index(high)
     if not -2**63 <= low < high < 2**63:
         raise ValueError(f'need int64 bounds with low < high, got {low}, {high}')
     low, span = _u64(low), u64(high - low)
@@ -406,7 +397,7 @@ def randint_fill(
         _randint(seed, u64(start), x[start:stop], low, span))
     return out
 
-# %% ../nbs/02_rng.ipynb #7e93dd45
+# %% ../nbs/02_rng.ipynb #06f2d332
 @kernel
 def _randperm(seed, out):
     n = out.size
@@ -420,5 +411,5 @@ def randperm_fill(
     out: np.ndarray,  # int64, C-contiguous; its size is the length of the permutation
 ) -> np.ndarray:  # out
     "A random order of 0 … n-1."
-    _randperm(_u64(seed), _flat(out, i64))
+    _randperm(_u64(seed), flat(out, i64))
     return out
