@@ -1,0 +1,17 @@
+"""Optimizers: SGD, Adam, AdamW, groups, clipping and learning-rate schedules."""
+from fucina.errors import (DTypeError, DuplicateParamError, GradShapeMismatchError,
+                           InvalidConfigError, NonContiguousParamError, NotAVariableError,
+                           OptimError)
+from fucina.kernels import sum_squares
+from fucina.optim.adam import Adam, AdamConfig, AdamW, AdamWConfig
+from fucina.optim.group import AnyOptimizer, OptimizerSet, any_optimizer
+from fucina.optim.moments import Config, Optimizer, StateDType
+from fucina.optim.param import Param
+from fucina.optim.schedule import LrSchedule, warmup_cosine_factor
+from fucina.optim.sgd import SGD, SgdConfig
+
+__all__ = ['SGD', 'Adam', 'AdamW', 'SgdConfig', 'AdamConfig', 'AdamWConfig', 'StateDType',
+           'Param', 'Config', 'Optimizer', 'OptimizerSet', 'AnyOptimizer', 'any_optimizer',
+           'LrSchedule', 'warmup_cosine_factor', 'sum_squares', 'OptimError', 'DTypeError',
+           'DuplicateParamError', 'GradShapeMismatchError', 'InvalidConfigError',
+           'NonContiguousParamError', 'NotAVariableError']
