@@ -79,6 +79,12 @@ def test_site_lists_every_notebook_and_nothing_else():
     assert rendered == {ROOT/name for name in notebooks}
 
 
+def test_readme_names_every_chapter():
+    chapters = {path.name for path in ROOT.glob('nbs/[0-9]*.ipynb')}
+    text = (ROOT/'README.md').read_text(encoding='utf-8')
+    assert set(re.findall(r'\(nbs/(\w+\.ipynb)\)', text)) == chapters
+
+
 def test_site_points_to_the_home_of_the_project():
     ini, site = settings(), SITE['website']
     assert SITE['project']['output-dir'] == ini['doc_path']
@@ -139,7 +145,7 @@ def python(code, cwd=ROOT):
 
 
 def test_import_is_light():
-    heavy = ('torch matplotlib sklearn scipy pandas jupyter_client IPython nbdev '
+    heavy = ('torch matplotlib sklearn pandas jupyter_client IPython nbdev '
              'fastcore safetensors').split()
     loaded = python('import sys, fucina; print(*sys.modules)').split()
     assert set(heavy) & set(loaded) == set()

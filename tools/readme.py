@@ -1,4 +1,5 @@
 """Write README.md from nbs/index.ipynb; with --check only say whether it is up to date."""
+import base64
 import json
 import re
 import sys
@@ -21,26 +22,39 @@ def from_top(text):
                   lambda m: f'](nbs/{m[1]})'.replace('nbs/../', ''), text)
 
 
-def outputs(cell):
+def outputs(cell, flags, images):
+    "Printed results as fenced text, figures as links; their bytes are added to `images`."
+    alt = next((flag[9:] for flag in flags if flag.startswith('fig-alt: ')), '')
     for out in cell['outputs']:
-        text = out.get('text') or out.get('data', {}).get('text/plain', [])
-        if text: yield '```\n' + ''.join(text).rstrip('\n') + '\n```'
+        data = out.get('data', {})
+        if 'image/png' in data:
+            name = f'images/readme-{len(images) + 1}.png'
+            images[name] = base64.b64decode(data['image/png'])
+            yield f'![{alt}]({name})'
+        elif text := out.get('text') or data.get('text/plain'):
+            yield '```\n' + ''.join(text).rstrip('\n') + '\n```'
 
 
 def readme(notebook):
-    "The Markdown of a notebook: prose, shown code and its printed results."
-    parts = []
+    "What a notebook gives: README.md with its prose, shown code and results; its figures."
+    parts, images = [], {}
     for cell in json.loads(notebook.read_text(encoding='utf-8'))['cells']:
         flags, source = directives(''.join(cell['source']).strip('\n'))
         if 'hide' in flags: continue
-        if cell['cell_type'] == 'markdown': parts.append(from_top(source)); continue
+        if cell['cell_type'] == 'markdown':
+            parts.append(from_top(source))
+            continue
         if 'echo: false' not in flags: parts.append(f'```python\n{source}\n```')
-        parts.extend(outputs(cell))
-    return '\n\n'.join(parts) + '\n'
+        parts.extend(outputs(cell, flags, images))
+    text = '\n\n'.join(parts) + '\n'
+    return {'README.md': text.encode(), **images}
 
 
 if __name__ == '__main__':
-    text, target = readme(ROOT/'nbs/index.ipynb'), ROOT/'README.md'
-    if '--check' not in sys.argv: target.write_text(text, encoding='utf-8')
-    elif target.read_text(encoding='utf-8') != text:
-        sys.exit('README.md is not what nbs/index.ipynb gives: run make readme')
+    for name, content in readme(ROOT/'nbs/index.ipynb').items():
+        path = ROOT/name
+        if '--check' not in sys.argv:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        elif not path.exists() or path.read_bytes() != content:
+            sys.exit(f'{name} is not what nbs/index.ipynb gives: run make readme')
