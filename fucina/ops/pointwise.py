@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['exp32', 'tanh32', 'sigmoid32', 'each', 'unary', 'in_f32', 'Functions', 'Activations', 'Scalars', 'Plan', 'lined_up',
-           'pull', 'plan_for', 'binary', 'Arithmetic', 'Pointwise']
+           'pull', 'plan_for', 'binary', 'same_dtype', 'gated', 'Arithmetic', 'Pointwise']
 
-# %% ../../nbs/05_pointwise.ipynb #4e3acb5f
+# %% ../../nbs/05_pointwise.ipynb #8a0c3ecb
 import math
 from collections.abc import Callable
+from numbers import Real
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -69,7 +71,7 @@ def sigmoid32(x):
     y = f32(1) / (f32(1) + e)
     return y if x >= f32(0) else e * y
 
-# %% ../../nbs/05_pointwise.ipynb #73e0a51c
+# %% ../../nbs/05_pointwise.ipynb #c5dea2a4
 def each(
     f: Callable,  # a kernel over flat arrays, or a ufunc; the last array is written
     *arrays: np.ndarray,  # same size, C-contiguous
@@ -77,8 +79,13 @@ def each(
 ) -> np.ndarray:  # the last array
     "Run an elementwise loop, on several threads if it is long."
     flat = [a if a.ndim == 1 else a.reshape(-1) for a in arrays]
-    if flat[-1].size < LEAST: f(*scalars, *flat)
-    else: parallel_for(flat[-1].size, lambda i, j: f(*scalars, *[a[i:j] for a in flat]))
+    if flat[-1].size < LEAST:
+        f(*scalars, *flat)
+        return arrays[-1]
+    modes = np.geterr()
+    def task(i, j):  # a helper heeds the caller's `np.errstate`, not its own
+        with np.errstate(**modes): f(*scalars, *[a[i:j] for a in flat])
+    parallel_for(flat[-1].size, task)
     return arrays[-1]
 
 # %% ../../nbs/05_pointwise.ipynb #80e8755e
@@ -175,7 +182,7 @@ def _cos_grad(gy, x, gx): np.multiply(np.negative(np.sin(x, out=gx), out=gx), gy
 
 def _neg_grad(gy, x, gx): np.negative(gy, out=gx)
 
-# %% ../../nbs/05_pointwise.ipynb #29205132
+# %% ../../nbs/05_pointwise.ipynb #74da179a
 def unary(x: N, op: str, forward: Callable, grad: Callable, saves: int,
           scalars: tuple = ()) -> N:
     "A pointwise operation; `grad` reads the input (`saves` = 0) or the output (1)."
@@ -210,15 +217,17 @@ def in_f32(op: str, f: Callable[..., N], *xs: N) -> N:
         if x._dtype not in ('f16', 'bf16'):
             raise DTypeError(f'{op} needs floats: {x._describe()}')
     y = f(*[x._make(widen(x._live(op), dtype), x._tags, F32) for x in xs])
-    return y._make(narrow(y._data, dtype), y._tags, dtype)
+    t = y._make(narrow(y._data, dtype), y._tags, dtype)
+    t._op = op
+    return t
 
-# %% ../../nbs/05_pointwise.ipynb #007b59c8
+# %% ../../nbs/05_pointwise.ipynb #b5805ea0
 def _f32(
     s: Any,  # a real number: Python or NumPy
     what: str = 'scalar',
 ) -> np.float32:
     "A number rounded to float32; TypeError for anything else."
-    if isinstance(s, (bool, np.bool_, str, complex, np.complexfloating, np.ndarray)) or s is None:
+    if type(s) is not float and (isinstance(s, bool) or not isinstance(s, Real)):
         raise TypeError(f'{what} must be a real number, got {s!r}')
     with np.errstate(over='ignore'): return f32(s)
 
@@ -305,7 +314,7 @@ class Activations(Functions):
         return unary(self, 'clamp', lambda lo, hi, x, y: np.clip(x, lo, hi, out=y),
                      _clamp_grad, 0, (lo, hi))
 
-# %% ../../nbs/05_pointwise.ipynb #3bc495ef
+# %% ../../nbs/05_pointwise.ipynb #fdb3ef05
 def _scale(s, x, y): np.multiply(x, s, out=y)
 def _scale_grad(s, gy, x, gx): np.multiply(gy, s, out=gx)
 def _shift(s, x, y): np.add(x, s, out=y)
@@ -313,6 +322,7 @@ def _shift_grad(s, gy, x, gx): np.copyto(gx, gy)
 def _power(e, x, y): np.power(x, e, out=y)
 
 def _power_grad(e, gy, x, gx):
+    if e == 0: return gx.fill(0)  # the formula gives 0 · ∞ at x = 0
     np.power(x, e - f32(1), out=gx)
     np.multiply(np.multiply(gx, e, out=gx), gy, out=gx)
 
@@ -341,7 +351,7 @@ class Scalars(Activations):
         "x^e"
         return unary(self, 'pow_scalar', _power, _power_grad, 0, (_f32(e, 'exponent'),))
 
-# %% ../../nbs/05_pointwise.ipynb #574a857b
+# %% ../../nbs/05_pointwise.ipynb #079c7a41
 class Plan:
     "How two operands line up, and how a gradient finds its way back to each."
 
@@ -358,13 +368,14 @@ class Plan:
             sizes.append(max(n, m))
         self.shape = tuple(sizes)
         self.view, self.back = zip(self._side(x), self._side(y))
-        self.row = y._tags == self.tags[1:] and y.ndim == 1 and x.shape == self.shape
+        self.row = (y.ndim == 1 and y._tags == self.tags[1:]
+                    and x.shape == self.shape and y.shape == self.shape[1:])
 
     def _side(self, v: Named) -> tuple[Any, Any]:
         order = [v._tags.index(t) for t in self.tags if t in v._tags]
         where = tuple([slice(None) if t in v._tags else None for t in self.tags])
         gone = tuple([k for k, (t, n) in enumerate(zip(self.tags, self.shape))
-                      if n > 1 and (t not in v._tags or v.dim(t) == 1)])
+                      if t not in v._tags or v.dim(t) < n])
         left = [t for k, t in enumerate(self.tags) if k not in gone and t in v._tags]
         back = [left.index(t) for t in v._tags if t in left]
         same = v._tags == self.tags and v.shape == self.shape
@@ -388,7 +399,7 @@ def pull(gy: np.ndarray, back: Any) -> np.ndarray:
     if gone: gy = sum_axes(thread_state(), gy, gone)
     return gy.transpose(order).reshape(shape) if gy.ndim > 1 else gy.reshape(shape)
 
-# %% ../../nbs/05_pointwise.ipynb #f23997ce
+# %% ../../nbs/05_pointwise.ipynb #eabf6be1
 _plans: dict[Any, Plan] = {}
 
 def plan_for(x: Named, y: Named, op: str) -> Plan:
@@ -439,10 +450,14 @@ def _finish(x, y, op, state, out, tags, a, b, back, make_vjp):
         else: node = Node((node, other), make_vjp(a, b, back), op, out.shape)
     return result(type(x), state, out, tags, op, node)
 
-def _binary16(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N:
+def same_dtype(x: Named, y: Named, op: str) -> None:
+    "Nothing is promoted in silence."
     if x._dtype != y._dtype:
         raise DTypeError(f'{op}: {x._describe()} and {y._describe()} differ in dtype; '
                          'cast one with to()')
+
+def _binary16(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N:
+    same_dtype(x, y, op)
     return in_f32(op, lambda p, q: binary(p, q, op, ufunc, make_vjp), x, y)  # type: ignore
 
 # %% ../../nbs/05_pointwise.ipynb #04459674
@@ -478,7 +493,7 @@ def _div_vjp(a, b, back):
         return ga, gb
     return vjp
 
-# %% ../../nbs/05_pointwise.ipynb #60e413af
+# %% ../../nbs/05_pointwise.ipynb #4291dbad
 @kernel
 def _winner_grad(gy, a, b, gx):
     "Share of `a`: 1 if it is larger or NaN, one half on a tie."
@@ -500,7 +515,16 @@ def _winner_vjp(sign):
 
 _maximum_vjp, _minimum_vjp = _winner_vjp(1), _winner_vjp(-1)
 
-# %% ../../nbs/05_pointwise.ipynb #e8607f14
+def gated(x: N, gate: Any, op: str, activation: Callable) -> N:
+    "x · activation(gate)"
+    if not isinstance(gate, Named): raise TypeError(f'{op} takes a tensor as gate, got {gate!r}')
+    x._live(op), gate._live(op)
+    same_dtype(x, gate, op)
+    plan_for(x, gate, op)
+    if x._dtype is not F32: return in_f32(op, lambda y, g: gated(y, g, op, activation), x, gate)
+    return binary(x, activation(gate), op, np.multiply, _mul_vjp)
+
+# %% ../../nbs/05_pointwise.ipynb #aa95cd86
 class Arithmetic(Scalars):
     "Two tensors, element by element, lined up by tag."
 
@@ -532,17 +556,17 @@ class Arithmetic(Scalars):
 
     def swiglu(self: N, gate: N) -> N:
         "a · silu(gate)"
-        return self.mul(gate.silu())  # type: ignore[attr-defined]
+        return gated(self, gate, 'swiglu', Activations.silu)
 
     def geglu(self: N, gate: N) -> N:
         "a · gelu(gate)"
-        return self.mul(gate.gelu())  # type: ignore[attr-defined]
+        return gated(self, gate, 'geglu', Activations.gelu)
 
     def glu(self: N, gate: N) -> N:
         "a · sigmoid(gate)"
-        return self.mul(gate.sigmoid())  # type: ignore[attr-defined]
+        return gated(self, gate, 'glu', Activations.sigmoid)
 
-# %% ../../nbs/05_pointwise.ipynb #b7fef67b
+# %% ../../nbs/05_pointwise.ipynb #eece38e8
 @kernel
 def _dropout(seed, first, cutoff, scale, x, y):
     for i in range(y.size):
@@ -572,6 +596,6 @@ class Pointwise(Arithmetic):
         if rate == 0: return as_view(self, a, self._tags, 'dropout', lambda gy: gy)
         if self._dtype is not F32:
             return in_f32('dropout', lambda x: x.dropout(rate, seed), self)
-        s = u64(int(seed) & 0xFFFF_FFFF_FFFF_FFFF)
+        s = u64(index(seed) & 0xFFFF_FFFF_FFFF_FFFF)
         return as_view(self, _drop(a, rate, s), self._tags, 'dropout',
                        lambda gy: _drop(gy, rate, s))
