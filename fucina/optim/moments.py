@@ -129,7 +129,7 @@ class Config:
                           for k, v in values)
         return f'{type(self).__name__}({shown})'
 
-# %% ../../nbs/11a_moments.ipynb #01cc2d40
+# %% ../../nbs/11a_moments.ipynb #cdaac589
 class Registry(Clipping):
     "Settings and parameters of an optimizer."
 
@@ -151,7 +151,7 @@ class Registry(Clipping):
         kind = self.config_type
         if config is None: config = kind(**fields)
         elif fields: raise TypeError(f'a {kind.__name__} or keywords, not both')
-        elif not isinstance(config, kind):
+        elif type(config) is not kind:
             raise TypeError(f'config must be a {kind.__name__}, got {config!r}')
         self.config, self.slots = shallow_copy(config), Slots()
 

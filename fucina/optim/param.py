@@ -38,7 +38,7 @@ def _checked(t):
         raise NonContiguousParamError(f'a strided view cannot be trained: {t._describe()}')
     return t
 
-# %% ../../nbs/11_param.ipynb #e2368a1d
+# %% ../../nbs/11_param.ipynb #14964cf0
 class Param:
     "A trainable tensor as an optimizer sees it: memory, gradient, matrix shape."
 
@@ -55,7 +55,7 @@ class Param:
 
     def __len__(self) -> int: return self.rows * self.cols
     @property
-    def value(self) -> np.ndarray: return self.tensor.value
+    def value(self) -> np.ndarray: return self.tensor._data
     @property
     def grad_state(self) -> Any: return self.tensor._node
 
