@@ -123,7 +123,7 @@ def from_bits(
     a = _shaped(a.copy(order='C').view(STORAGE[dtype]), names, None)
     return Tensor._make(a, names, dtype, Leaf(a.shape) if requires_grad else None)
 
-# %% ../nbs/06_tensor.ipynb #3ec44590
+# %% ../nbs/06_tensor.ipynb #86cab6a1
 def gather(
     table: Any,  # a tensor, or a frozen matrix whose first axis is `tag`
     tag: str,  # the axis to pick from
@@ -132,26 +132,28 @@ def gather(
 ) -> Any:  # the table's dtype; f32 for a frozen matrix
     "Pick entries along one axis, in order, repetitions allowed."
     if isinstance(table, Named): return table.gather(tag, indices, out_tag)  # type: ignore
+    if not hasattr(table, 'rows') or not hasattr(table, 'tags'):
+        raise TypeError(f'gather takes a tensor or a frozen matrix, got {type(table).__name__}')
     if table.tags[0] != tag: raise TagError(f'a frozen matrix is gathered along its first axis '
                                             f'{table.tags[0]!r}, not {tag!r}')
     at = as_indices(indices, table.shape[0], f'gather along {tag}')
-    tags = _intern_tags((out_tag or tag,) + tuple(table.tags[1:]))
+    tags = _intern_tags((tag if out_tag is None else out_tag,) + tuple(table.tags[1:]))
     return result(Tensor, thread_state(), table.rows(at), tags, 'gather', None)
 
-# %% ../nbs/06_tensor.ipynb #475f3761
+# %% ../nbs/06_tensor.ipynb #d450efd8
 def _wrap(a: np.ndarray, tags: tuple[str, ...], dtype: str, requires_grad: bool) -> Tensor:
     if requires_grad and dtype == 'i64': raise DTypeError('i64 tensors have no gradient')
     if dtype in ('f16', 'bf16') and a.dtype == f32: a = narrow(a, dtype)
     return Tensor._make(a, tags, dtype, Leaf(a.shape) if requires_grad else None)
 
-def _blank(shape: Any, tags: Any, dtype: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    names = _intern_tags(tags)
-    check_dtype(dtype)
+def _blank(shape: Any, tags: Any, dtype: str = 'f32') -> tuple[
+        tuple[int, ...], tuple[str, ...], str]:
+    names, dtype = _intern_tags(tags), check_dtype(dtype)
     sizes = tuple([index(n) for n in (shape if isinstance(shape, Sequence) else (shape,))])
     if len(sizes) != len(names):
         raise TagError(f'shape {sizes} has {len(sizes)} axes, but there are {len(names)} tags')
     check_shape(sizes, names)
-    return sizes, names
+    return sizes, names, dtype
 
 def full(
     shape: Sequence[int] | int,
@@ -162,7 +164,7 @@ def full(
     requires_grad: bool = False,
 ) -> Tensor:
     "One value everywhere."
-    sizes, names = _blank(shape, tags, dtype)
+    sizes, names, dtype = _blank(shape, tags, dtype)
     one = np.full(sizes, index(value) if dtype == 'i64' else _f32(value, 'value'),
                   STORAGE['i64'] if dtype == 'i64' else f32)
     return _wrap(one, names, dtype, requires_grad)
@@ -179,16 +181,16 @@ def ones(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32', *,
 
 def empty(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32') -> Tensor:
     "Arbitrary contents, to be written."
-    sizes, names = _blank(shape, tags, dtype)
+    sizes, names, dtype = _blank(shape, tags, dtype)
     return _wrap(np.empty(sizes, STORAGE[dtype]), names, dtype, False)
 
 def scalar(value: float) -> Tensor:
     "A tensor without axes."
     return full((), value, ())
 
-# %% ../nbs/06_tensor.ipynb #3eb1f49e
+# %% ../nbs/06_tensor.ipynb #c1af6808
 def _drawn(fill: Any, shape: Any, tags: Any, requires_grad: bool) -> Tensor:
-    sizes, names = _blank(shape, tags, 'f32')
+    sizes, names, _ = _blank(shape, tags)
     return _wrap(fill(np.empty(sizes, f32)), names, 'f32', requires_grad)
 
 def uniform(
@@ -225,7 +227,7 @@ def randn(shape: Sequence[int] | int, tags: Any, seed: int, *,
     "Standard normal noise."
     return normal(shape, tags, seed, requires_grad=requires_grad)
 
-# %% ../nbs/06_tensor.ipynb #4c5a2441
+# %% ../nbs/06_tensor.ipynb #496e68d3
 def kaiming_uniform(
     shape: Sequence[int] | int,
     tags: Any,
@@ -235,7 +237,7 @@ def kaiming_uniform(
     requires_grad: bool = False,
 ) -> Tensor:
     "Uniform noise within ±1/√fan_in (He et al. 2015, with a = √5)."
-    sizes, _ = _blank(shape, tags, 'f32')
+    sizes, _, _ = _blank(shape, tags)
     n = _fan(sizes) if fan_in is None else fan_in
     return _drawn(lambda a: rng.kaiming_uniform_fill(seed, a, n), shape, tags, requires_grad)
 
@@ -247,7 +249,7 @@ def xavier_uniform(
     requires_grad: bool = False,
 ) -> Tensor:
     "Uniform noise within ±√(6 / (fan_in + fan_out)), of a matrix (Glorot & Bengio 2010)."
-    sizes, _ = _blank(shape, tags, 'f32')
+    sizes, _, _ = _blank(shape, tags)
     _fan(sizes)
     bound = math.sqrt(6 / (sizes[-1] + math.prod(sizes[:-1])))
     return uniform(shape, tags, seed, -bound, bound, requires_grad=requires_grad)

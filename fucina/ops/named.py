@@ -7,7 +7,7 @@ __all__ = ['MAX_TAGS', 'F32', 'STORAGE', 'T', 'C', 'check_dtype', 'narrow', 'wid
            'Axes', 'Values', 'Storage', 'Gradients', 'Copies', 'Named', 'make_variable', 'make_constant', 'result',
            'untracked']
 
-# %% ../../nbs/04_named.ipynb #2e62040e
+# %% ../../nbs/04_named.ipynb #3d566481
 import math
 from collections.abc import Sequence
 from html import escape
@@ -24,9 +24,9 @@ from ..errors import (CheckpointCapturedVariableError, DTypeError,
                            NoGradientGraphError, ReadOnlyDataError, ShapeMismatchError,
                            TagError, UnsupportedViewError, UseAfterScopeError)
 from ..exec import Record, ThreadState, place
-from ..kernels import f32, i64
+from ..kernels import f32, i64, sum_squares
 
-# %% ../../nbs/04_named.ipynb #e057187b
+# %% ../../nbs/04_named.ipynb #356c948e
 MAX_TAGS = 8
 _interned: dict[tuple[str, ...], tuple[str, ...]] = {}
 _specs: dict[Any, tuple[str, ...]] = {}
@@ -35,7 +35,8 @@ def _intern_tags(
     spec: str | int | Sequence[str],  # 'batch in', ('batch', 'in') or a number of axes
 ) -> tuple[str, ...]:  # the one tuple with these tags
     "Check a description of axes and return its tags."
-    if isinstance(spec, (str, tuple)) and spec in _specs: return _specs[spec]
+    try: return _specs[spec]
+    except (KeyError, TypeError): pass
     if isinstance(spec, str): tags = tuple(spec.split())
     elif isinstance(spec, (int, np.integer)) and not isinstance(spec, bool):
         if not 0 <= spec <= MAX_TAGS: raise TagError(f'cannot name {spec} axes')
@@ -56,16 +57,16 @@ def _check_tags(spec: Any) -> tuple[str, ...]:
             raise TagError(f'a tag is a non-empty string without blanks, got {t!r}')
     return tags
 
-# %% ../../nbs/04_named.ipynb #a30ff787
+# %% ../../nbs/04_named.ipynb #9278d80d
 F32 = 'f32'
 STORAGE = {'f32': np.dtype(f32), 'f16': np.dtype(np.float16),
            'bf16': np.dtype(np.uint16), 'i64': np.dtype(i64)}
 
-def check_dtype(dtype: str) -> str:
-    "`dtype` if it names one of the four."
-    if dtype not in STORAGE:
-        raise DTypeError(f'dtype must be one of f32, f16, bf16, i64, got {dtype!r}')
-    return dtype
+def check_dtype(dtype: str) -> str:  # the one string object of this name
+    "The name of a dtype; operations may compare it with `is`."
+    for name in STORAGE:
+        if isinstance(dtype, str) and name == dtype: return name
+    raise DTypeError(f'dtype must be one of f32, f16, bf16, i64, got {dtype!r}')
 
 def narrow(x: np.ndarray, dtype: str) -> np.ndarray:
     "Float32 values as the storage of a float dtype: a fresh array."
@@ -108,7 +109,7 @@ def check_shape(shape: tuple[int, ...], tags: tuple[str, ...]) -> None:
     for tag, n in zip(tags, shape):
         if n < 1: raise InvalidShapeError(f'axis {tag!r} has size {n}; sizes start at 1')
 
-# %% ../../nbs/04_named.ipynb #22fdaccb
+# %% ../../nbs/04_named.ipynb #a4d3ce4d
 def to_storage(data: Any, dtype: str | None) -> tuple[np.ndarray, str]:
     "A private C-contiguous copy of `data`, and its dtype."
     a = _as_array(data)
@@ -119,7 +120,8 @@ def to_storage(data: Any, dtype: str | None) -> tuple[np.ndarray, str]:
     kind = a.dtype.kind
     if dtype is None:
         dtype = 'f16' if a.dtype == np.float16 else F32 if kind == 'f' else 'i64'
-    if check_dtype(dtype) == 'i64':
+    dtype = check_dtype(dtype)
+    if dtype == 'i64':
         if kind == 'f': raise DTypeError(f'i64 takes integers, got {a.dtype}')
         if a.dtype == np.uint64 and (a > np.uint64(2**63 - 1)).any():
             raise DTypeError('a value does not fit into i64')
@@ -424,7 +426,7 @@ class Copies(Gradients):
                         '`numpy.save(path, t.numpy())` and rebuild them with '
                         '`constant` or `variable`, or copy a model with `copy.deepcopy`')
 
-# %% ../../nbs/04_named.ipynb #7c0804a9
+# %% ../../nbs/04_named.ipynb #2a71a6d0
 _CSS = 'border-collapse:collapse;font-family:monospace;font-size:12px'
 
 def _shade(v: float, top: float) -> str:
@@ -452,14 +454,14 @@ def _strip(a: np.ndarray) -> str:
     "Least, mean and largest value, and a histogram in 24 bins."
     x = a[np.isfinite(a)].astype(np.float64)
     if not x.size: return '<div>no finite value</div>'
-    counts, _ = np.histogram(x, bins=24)
+    counts, _ = np.histogram(x - x.min(), bins=24)
     bars = ''.join(f'<rect x="{6 * k}" y="{30 - h:.1f}" width="5" height="{h:.1f}"/>'
                    for k, h in enumerate(30 * counts / counts.max()))
     lost = '' if x.size == a.size else f', {a.size - x.size:,} not finite'
     return (f'<div>min {x.min():.4g}, mean {x.mean():.4g}, max {x.max():.4g}{lost}</div>'
             f'<svg width="144" height="30" fill="#0072B2">{bars}</svg>')
 
-# %% ../../nbs/04_named.ipynb #4ead02e1
+# %% ../../nbs/04_named.ipynb #3772a8c8
 class Named(Copies):
     "An array with named axes: the base of every tensor."
 
@@ -473,7 +475,8 @@ class Named(Copies):
 
     def _norm(self) -> str:
         g = None if self._node is None else self._node.grad
-        return '' if g is None else f'grad: |g|={math.sqrt(np.vdot(g, g)):.4g}'
+        if g is None: return ''
+        return f'grad: |g|={math.sqrt(sum_squares(np.ascontiguousarray(g))):.4g}'
 
     def __repr__(self) -> str:
         lines = [f'{self._describe()} {self._role}']
@@ -494,7 +497,7 @@ class Named(Copies):
             parts.append(_table(a, short) if small else _strip(a))
         return f'<div style="font-family:monospace">{"".join(parts)}</div>'
 
-# %% ../../nbs/04_named.ipynb #db49c60c
+# %% ../../nbs/04_named.ipynb #d3593766
 C = TypeVar('C', bound=Named)
 
 def make_variable(cls: type[C], data: Any, tags: Any, dtype: str = 'f32',
@@ -510,7 +513,7 @@ def make_constant(cls: type[C], data: Any, tags: Any, dtype: str | None = None,
                   shape: Any = None, copy: bool = True) -> C:
     "A tensor of class `cls` without gradient: a copy of `data`, or a borrow of it."
     names = _intern_tags(tags)
-    if dtype is not None: check_dtype(dtype)
+    if dtype is not None: dtype = check_dtype(dtype)
     if copy: a, dtype = to_storage(data, dtype)
     else: a, dtype = _borrow(data, dtype)
     return cls._make(_shaped(a, names, shape), names, dtype)
