@@ -113,12 +113,14 @@ def shrink_to(
     axes = tuple([k for k, (n, m) in enumerate(zip(g.shape, shape)) if n != m])
     return sum_axes(state, g, axes).reshape(shape)
 
-# %% ../../nbs/04a_views.ipynb #74721be2
+# %% ../../nbs/04a_views.ipynb #9211e424
 N = TypeVar('N', bound=Named)
 
 def only_f32(x: Named, op: str) -> None:
-    "Refuse a tracked 16-bit operand."
+    "Refuse a 16-bit operand that would have to be tracked."
     if x._dtype is not F32 and x._node is not None:
+        state = thread_state()
+        if state.no_grad: return None if untracked(state, op) else None
         raise UnsupportedGradientError(f'{op} cannot differentiate {x._describe()}; '
                                        'use x.to("f32"), or x as right side of dot')
 
@@ -140,7 +142,7 @@ def as_view(
     t._op = op
     return t
 
-# %% ../../nbs/04a_views.ipynb #ae707bdb
+# %% ../../nbs/04a_views.ipynb #7101ae3a
 def _into_zeros(shape: tuple[int, ...], where: Any, gy: np.ndarray) -> np.ndarray:
     g = empty(thread_state(), shape)
     g.fill(0)
@@ -149,12 +151,19 @@ def _into_zeros(shape: tuple[int, ...], where: Any, gy: np.ndarray) -> np.ndarra
 
 def _merged(a: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray:
     "`a` in another shape without a copy, or an error."
-    b = a.view()
-    try: b.shape = shape
-    except AttributeError:
+    b = a.reshape(shape)
+    if not np.may_share_memory(a, b):
         raise UnsupportedViewError(f'{what}: strides {a.strides} of shape {a.shape} do not '
-                                   f'merge into {shape}; call contiguous() first') from None
+                                   f'merge into {shape}; call contiguous() first')
     return b
+
+def _adopted(t: Named) -> bool:
+    "Whether an open scope will release `t`."
+    scope = thread_state().scope
+    while scope is not None:
+        if any(r is t for r in reversed(scope.results)): return True
+        scope = scope.outer
+    return False
 
 # %% ../../nbs/04a_views.ipynb #1aa4d380
 class Reorder(Named):
@@ -252,7 +261,7 @@ class Reshape(Reorder):
         return as_view(x, np.broadcast_to(a, shape), names, 'broadcast_to',
                        lambda gy: shrink_to(thread_state(), gy, a.shape))
 
-# %% ../../nbs/04a_views.ipynb #ed39fbf8
+# %% ../../nbs/04a_views.ipynb #c928d0db
 class Views(Reshape):
     "Pieces, and copies."
 
@@ -281,7 +290,7 @@ class Views(Reshape):
     def detach(self: N) -> N:
         "The same memory outside the graph."
         a = self._live('detach')
-        if self._op is None or self._dtype is not F32:
+        if self._op is None or self._dtype is not F32 or not _adopted(self):
             return self._make(a, self._tags, self._dtype)
         return result(type(self), thread_state(), a, self._tags, 'detach', None)
 
