@@ -123,7 +123,7 @@ def _logsumexp_grad(gy, y, x, gx):
         row, to, top, g = x[i], gx[i], y[i], gy[i]
         for j in range(to.size): to[j] = exp32(row[j] - top) * g
 
-# %% ../../nbs/05d_rows.ipynb #598bbb7d
+# %% ../../nbs/05d_rows.ipynb #a4f93c08
 class Softmax(Contractions):
     "Softmax and its logarithms along one axis."
 
@@ -137,7 +137,7 @@ class Softmax(Contractions):
         "Positive weights that sum to 1 along `tag`."
         axis, a, s = self.axis(tag), f32_values(self, 'softmax'), _f32(scale, 'scale')
         offset = queries = 0
-        order = list(range(a.ndim))
+        order = [k for k in range(a.ndim) if k != axis]
         if causal is not None:
             q, offset = self.axis(causal[0]), index(causal[1])
             queries = a.shape[q]
@@ -146,8 +146,7 @@ class Softmax(Contractions):
                 raise InvalidShapeError(f'causal: {queries} queries from offset {offset} on '
                                         f'need more than {tag}={a.shape[axis]} positions')
             order.remove(q)
-            order.insert(len(order) - (axis in order), q)
-        order.remove(axis)
+            order.append(q)  # next to the source axis: row i belongs to query i % queries
         order.append(axis)
         moved = a.transpose(order)
         x = np.ascontiguousarray(moved).reshape(-1, a.shape[axis])
