@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BLOCK', 'NO_LABEL', 'as_labels', 'Losses', 'check_reduction', 'AllLosses']
 
-# %% ../../nbs/05e_losses.ipynb #46d639dc
+# %% ../../nbs/05e_losses.ipynb #77bf3828
 from operator import index
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..autograd import Node
 from ..errors import (DTypeError, IndexOutOfBoundsError, InvalidDataLengthError,
-                           ShapeMismatchError)
+                           ShapeMismatchError, TagError)
 from ..exec import empty, thread_state
 from ..kernels import CHUNK, LEAST, f32, i64, kernel, parallel_for
 from .named import Named, _intern_tags, result, untracked
@@ -86,7 +86,7 @@ def _serial_sum(x):
     for i in range(x.size): total = total + x[i]
     return total
 
-# %% ../../nbs/05e_losses.ipynb #d13ea28b
+# %% ../../nbs/05e_losses.ipynb #9c478411
 NO_LABEL = -2**63  # no label can equal it: "ignore nothing"
 
 @kernel
@@ -111,6 +111,7 @@ def as_labels(
     if type(labels) is list:
         known = _lists.get(count)
         # Comparing with a remembered copy is ten times faster than converting a list.
+        # Only plain integers are remembered: what is inside them cannot change.
         if known is not None and known[0] == labels and known[2:] == (classes, ignore):
             return known[1]
     a = np.asarray(labels)
@@ -119,18 +120,19 @@ def as_labels(
         raise InvalidDataLengthError(f'{a.size} labels for {count} positions')
     if a.dtype == np.uint64 and (a > np.uint64(2**63 - 1)).any():
         raise IndexOutOfBoundsError(f'label {a.max()} with {classes} classes')
-    a = np.ascontiguousarray(a, i64).reshape(-1)
-    bad = _first_bad(a, classes, ignore)
+    # A copy, since the gradient reads them again; what is checked here must not change.
+    a = np.array(a, i64, order='C').reshape(-1)
+    bad = _first_bad(a, classes, 0 if ignore == NO_LABEL else ignore)
     if bad >= 0:
         raise IndexOutOfBoundsError(f'label {a[bad]} at position {bad} with {classes} classes')
-    if type(labels) is list:
+    if type(labels) is list and all(type(v) is int for v in labels):
         if len(_lists) > 64: _lists.clear()
         _lists[count] = labels.copy(), a, classes, ignore
     return a
 
 _lists: dict[int, tuple[list, np.ndarray, int, int]] = {}
 
-# %% ../../nbs/05e_losses.ipynb #90365ec9
+# %% ../../nbs/05e_losses.ipynb #c88a304f
 def _by_rows(f: Any, ignore: int, eps: np.float32, x: np.ndarray, *arrays: np.ndarray) -> None:
     if x.size < LEAST:
         f(ignore, eps, x, *arrays)
@@ -158,6 +160,11 @@ class Losses(Rows):
             raise ValueError(f'label_smoothing must be in [0, 1), got {label_smoothing}')
         check_reduction(reduction)
         ignore = NO_LABEL if ignore_index is None else index(ignore_index)
+        if not -2**63 <= ignore < 2**63: raise ValueError(f'ignore_index {ignore} is no int64')
+        if isinstance(labels, Named) and labels.ndim > 1:
+            rest = self._tags[:axis] + self._tags[axis + 1:]
+            if labels.tags != rest: raise TagError(f'labels {labels._describe()} for positions '
+                                                   f'{rest} of {self._describe()}')
         a = f32_values(self, 'cross_entropy')
         k = a.shape[axis]
         rows = a.size // k
