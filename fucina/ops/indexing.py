@@ -46,7 +46,7 @@ def _scatter_add(gy, indices, g):
             row, to = gy[o, i], g[o, indices[i]]
             for j in range(to.size): to[j] = to[j] + row[j]
 
-# %% ../../nbs/05f_indexing.ipynb #41b3474a
+# %% ../../nbs/05f_indexing.ipynb #418c6957
 class Picks(AllLosses):
     "Lookup and conversion."
 
@@ -56,7 +56,8 @@ class Picks(AllLosses):
         "Pick entries along `tag`, in order, repetitions allowed."
         a, k = self._live('gather'), self.axis(tag)
         at = as_indices(indices, a.shape[k], f'gather along {tag}={a.shape[k]}')
-        tags = _intern_tags(self._tags[:k] + (out_tag or tag,) + self._tags[k + 1:])
+        new = tag if out_tag is None else out_tag
+        tags = _intern_tags(self._tags[:k] + (new,) + self._tags[k + 1:])
         only_f32(self, 'gather')
         shape = a.shape[:k] + (at.size,) + a.shape[k + 1:]
         if self._dtype is not F32: return self._make(a.take(at, k), tags, self._dtype)
@@ -86,7 +87,8 @@ class Picks(AllLosses):
     ) -> N:
         "A copy in another dtype; narrowing rounds to nearest even."
         a, state, node = self._live('to'), thread_state(), self._node
-        if check_dtype(dtype) == 'i64':
+        dtype = check_dtype(dtype)
+        if dtype == 'i64':
             if node is not None: raise GradientCastUnsupportedError(
                 f'{self._describe()} takes part in a graph; detach() it before to("i64")')
             with np.errstate(invalid='ignore'):
@@ -105,21 +107,22 @@ class Picks(AllLosses):
         if dtype != 'f32': t._dtype = dtype
         return t
 
-# %% ../../nbs/05f_indexing.ipynb #94c16f37
-def _alike(ts: Sequence[Any], what: str, free: int | None) -> None:
-    "All tensors, same dtype and tags, same sizes but along axis `free`."
+# %% ../../nbs/05f_indexing.ipynb #4de7a646
+def _alike(ts: Sequence[Any], what: str, free: str | None) -> None:
+    "All tensors, same dtype and tags, same sizes but along `free`."
     if not ts: raise TypeError(f'{what} takes at least one tensor')
     for t in ts:
-        if not isinstance(t, Named): raise TypeError(f'{what} takes tensors, got {type(t)}')
+        if not isinstance(t, Named):
+            raise TypeError(f'{what} takes tensors, got {type(t).__name__}')
         t._live(what)
         only_f32(t, what)
     x = ts[0]
     for t in ts[1:]:
         if t.dtype != x.dtype: raise DTypeError(f'{what}: {x._describe()} and {t._describe()}')
         if t.tags != x.tags: raise TagError(f'{what}: {x._describe()} and {t._describe()}')
-        for k, (n, m) in enumerate(zip(x.shape, t.shape)):
-            if n != m and k != free: raise ShapeMismatchError(
-                f'{what}: {x._describe()} and {t._describe()} differ in {x.tags[k]!r}')
+        for tag, n, m in zip(x.tags, x.shape, t.shape):
+            if n != m and tag != free: raise ShapeMismatchError(
+                f'{what}: {x._describe()} and {t._describe()} differ in {tag!r}')
 
 def _join(ts: Sequence[N], what: str, tags: tuple[str, ...], out: np.ndarray,
           cuts: list[Any]) -> N:
@@ -136,15 +139,14 @@ def _join(ts: Sequence[N], what: str, tags: tuple[str, ...], out: np.ndarray,
 def _space(x: Named, shape: tuple[int, ...]) -> np.ndarray:
     return empty(thread_state(), shape) if x._dtype is F32 else np.empty(shape, STORAGE[x._dtype])
 
-# %% ../../nbs/05f_indexing.ipynb #479e1f04
+# %% ../../nbs/05f_indexing.ipynb #70ac0ced
 def concat(
     tag: str,  # the axis along which sizes add up
     ts: Sequence[N],  # same tags and dtype; other sizes equal
 ) -> N:
     "Tensors one after another along an axis."
-    k = ts[0].axis(tag) if ts else None
-    _alike(ts, 'concat', k)
-    assert k is not None
+    _alike(ts, 'concat', tag)
+    k = ts[0].axis(tag)
     x, ends, lead = ts[0], [0], (slice(None),) * k
     for t in ts: ends.append(ends[-1] + t.shape[k])
     out = _space(x, x.shape[:k] + (ends[-1],) + x.shape[k + 1:])
