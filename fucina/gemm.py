@@ -217,7 +217,8 @@ def _compiled() -> Any:  # takes a, b, out, count, a_next, b_next
     product.disable_compile()
     return product
 
-# %% ../nbs/05b_gemm.ipynb #5ea95c91
+# %% ../nbs/05b_gemm.ipynb #5b9d4b3b
+F32 = np.dtype(f32)
 SPLIT = 2**21  # steps of arithmetic from which on a second thread is worth waking
 ROWS, TALLEST = 128, 1024  # rows that one call takes if there are more calls; at most
 
@@ -250,21 +251,23 @@ def _any(a, b, out):
     elif work < SPLIT and m <= TALLEST: _compiled()(a, b, out, 1, 0, 0)
     else: _large(a, b, out)
 
-# %% ../nbs/05b_gemm.ipynb #12ccfdef
+# %% ../nbs/05b_gemm.ipynb #85ed132e
 def _shape(a, b):
     p, q = a.shape, b.shape
     if len(p) == len(q) == 2 and p[1] == q[0]: return p[0], q[1]
     if len(p) == len(q) == 3 and p[::2] == q[:2]: return p[0], p[1], q[2]
     raise ShapeMismatchError(f'no matrix product of shapes {p} and {q}')
 
+def _only_f32(**arrays):
+    for name, x in arrays.items():
+        if x.dtype != F32: raise DTypeError(f'{name} must be float32, got {x.dtype}')
+
 def _refused(a, b, out):
-    for name, x in {'a': a, 'b': b, 'out': out}.items():
-        if x.dtype != f32: raise DTypeError(f'{name} must be float32, got {x.dtype}')
     if not out.flags.carray:
         raise ValueError('out must be writable, aligned and C-contiguous')
     _any(np.array(a), np.array(b), out)
 
-# %% ../nbs/05b_gemm.ipynb #c6c6a980
+# %% ../nbs/05b_gemm.ipynb #5724053a
 def matmul(
     a: np.ndarray,  # (M, K), or a stack (B, M, K); float32, any strides
     b: np.ndarray,  # (K, N), or a stack (B, K, N); float32, any strides
@@ -279,6 +282,7 @@ def matmul(
     if out is None: out = np.empty(shape, f32)
     elif out.shape != shape:
         raise ShapeMismatchError(f'the product has shape {shape}, out has {out.shape}')
+    if not a.dtype is b.dtype is out.dtype is F32: _only_f32(a=a, b=b, out=out)
     try: _any(a, b, out)
     except TypeError: _refused(a, b, out)
     return out
