@@ -497,7 +497,7 @@ class Named(Copies):
             parts.append(_table(a, short) if small else _strip(a))
         return f'<div style="font-family:monospace">{"".join(parts)}</div>'
 
-# %% ../../nbs/04_named.ipynb #d3593766
+# %% ../../nbs/04_named.ipynb #3304259a
 C = TypeVar('C', bound=Named)
 
 def make_variable(cls: type[C], data: Any, tags: Any, dtype: str = 'f32',
@@ -520,7 +520,7 @@ def make_constant(cls: type[C], data: Any, tags: Any, dtype: str | None = None,
 
 def _borrow(a: Any, dtype: str | None) -> tuple[np.ndarray, str]:
     if not isinstance(a, np.ndarray): raise DTypeError('copy=False borrows a NumPy array')
-    if a.dtype.name == 'bfloat16': a = a.view(np.uint16)
+    if a.dtype.name == 'bfloat16' and dtype in (None, 'bf16'): a, dtype = a.view(np.uint16), 'bf16'
     fits = [d for d, s in STORAGE.items() if s == a.dtype and dtype in (None, d)]
     if not fits:
         raise DTypeError(f'cannot borrow {a.dtype} as {dtype or "a tensor"} without a copy')

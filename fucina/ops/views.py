@@ -213,7 +213,7 @@ class Reorder(Named):
             if t not in self._tags: x = x.insert_axis(t, i)
         return x
 
-# %% ../../nbs/04a_views.ipynb #37d545f5
+# %% ../../nbs/04a_views.ipynb #fdb6a6f5
 class Reshape(Reorder):
     "Axes that come, go, split and merge."
 
@@ -253,11 +253,14 @@ class Reshape(Reorder):
         "Repeat along axes of size 1 and along new axes; nothing is copied."
         names, shape = _intern_tags(tags), tuple([index(n) for n in shape])
         if len(names) != len(shape): raise TagError(f'{len(names)} tags for shape {shape}')
+        self._live('broadcast_to')
+        for t, m in zip(names, shape):
+            n = self.dim(t) if t in self._tags else 1
+            if m < 1 or n not in (1, m):
+                raise ShapeMismatchError(f'broadcast_to: {t!r} has size {n}, not {m}, in '
+                                         f'{self._describe()}')
         x = self.align_to(names)
         a = x._data
-        for t, n, m in zip(names, a.shape, shape):
-            if m < 1 or n not in (1, m):
-                raise ShapeMismatchError(f'broadcast_to: {t!r} has size {n}, not {m}')
         return as_view(x, np.broadcast_to(a, shape), names, 'broadcast_to',
                        lambda gy: shrink_to(thread_state(), gy, a.shape))
 
