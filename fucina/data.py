@@ -64,7 +64,7 @@ class Order:
 # %% ../nbs/19_data.ipynb #8647ea4c
 PLACE = 'data_seed', 'data_epoch', 'data_index'
 
-# %% ../nbs/19_data.ipynb #80f4be1b
+# %% ../nbs/19_data.ipynb #c292c230
 def _place(state, n):
     "Seed, epoch and index of a stored place in an order of `n` examples."
     if not isinstance(state, Mapping): state = {k: getattr(state, k, None) for k in PLACE}
@@ -75,7 +75,7 @@ def _place(state, n):
             raise InvalidLoaderStateError(f'{key}: expected an unsigned integer, got {v!r}')
         place.append(int(v))
     if place[2] >= n:
-        raise InvalidLoaderStateError(f'data_index: {place[2]} is past the last of {n} examples')
+        raise InvalidLoaderStateError(f'data_index: {place[2]} is past {n} examples')
     return place
 
 # %% ../nbs/19_data.ipynb #005ebaef

@@ -88,7 +88,7 @@ class Config:
         for name, value in asdict(self).items():
             yield name.replace('_', ' '), 'unknown' if value is None else str(value)
 
-# %% ../nbs/19a_environment.ipynb #917fb0cb
+# %% ../nbs/19a_environment.ipynb #7b6489b9
 def config() -> Config:
     "Versions, processor, threads, BLAS, gemm mode and number rules of this thread."
     blas, blas_threads = _blas()
@@ -96,5 +96,6 @@ def config() -> Config:
         fucina=__version__, python=platform.python_version(), numpy=np.__version__,
         numba=numba.__version__, system=f'{platform.system()} {platform.machine()}',
         processor=f'{_processor()} ({llvmlite.binding.get_host_cpu_name()})',
-        cores=_cores(), threads=num_workers(), blas=blas, blas_threads=blas_threads, gemm=get_gemm(),
+        cores=_cores(), threads=num_workers(), blas=blas, blas_threads=blas_threads,
+        gemm=get_gemm(),
         subnormals='kept' if keeps_subnormals() else 'flushed to zero: results will differ')

@@ -1,0 +1,3 @@
+import sys
+from fucina.apps.cli import main
+sys.exit(main())

@@ -1,0 +1,314 @@
+"""The commands, run in process: results, verdicts, refusals, figures, and the same bits twice."""
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fucina
+from fucina.apps import cli, program, spirals
+from fucina.data import two_spirals
+from fucina.errors import InvalidAccumStepsError, UnknownArgumentError
+from fucina.exec import ExecContext
+from fucina.tensor import constant, variable
+
+GOLDENS = Path(__file__).parent / 'goldens'
+
+
+@pytest.fixture
+def digits():
+    pytest.importorskip('sklearn')
+    from fucina.apps import digits
+    return digits
+
+
+def fnv(a):
+    h = 0xcbf29ce484222325
+    for byte in np.ascontiguousarray(a).tobytes(): h = (h ^ byte) * 0x100000001b3 % 2**64
+    return f'{h:016x}'
+
+
+def fucina_command(*argv, **env):
+    return subprocess.run([sys.executable, '-m', 'fucina', *argv], capture_output=True,
+                          text=True, timeout=300, env=os.environ | env)
+
+
+# --- flags
+
+def test_flags_of_a_program():
+    parser = program.Parser('test', 'Test.')
+    program.add_common_flags(parser, 'of all', target=0.5)
+    for argv in (['--seed', '-7', '--threads', '3', '--target', '0.25'],
+                 ['--seed=-7', '--threads=3', '--target=0.25']):
+        args = parser.parse_args(argv)
+        assert (args.seed, args.threads, args.target, args.plot) == (-7, 3, 0.25, None)
+    assert parser.parse_args(['--seed', '0xFF']).seed == 255
+    assert parser.parse_args(['--seed', '007']).seed == 7
+    assert parser.parse_args([]).target == 0.5
+
+
+@pytest.mark.parametrize('main', [spirals.main, 'digits'])
+@pytest.mark.parametrize('argv, said', [
+    (['--no-such-flag'], '--no-such-flag'), (['--seed'], '--seed'), (['--seed', 'x'], "'x'"),
+    (['--seed', '1.5'], '--seed'), (['--threads', '0'], '--threads'), (['--see', '1'], '--see'),
+    (['--threads', 'two'], '--threads'), (['--target', '99'], '--target'), (['word'], 'word'),
+    (['--target', 'nan'], '--target'), (['--plot', 'a.xyz'], '--plot'), (['--plot'], '--plot'),
+    (['--gemm', 'fast'], '--gemm')])
+def test_bad_flags_are_named(main, argv, said, request):
+    if main == 'digits': main = request.getfixturevalue('digits').main
+    with pytest.raises(UnknownArgumentError) as e: main(argv)
+    assert said in str(e.value).splitlines()[0] and 'usage: fucina ' in str(e.value)
+
+
+def test_bad_flags_of_one_program(digits):
+    for argv in (['--optimizer', 'lion'], ['--optimizer'], ['--steps', '0'], ['--steps=-1']):
+        with pytest.raises(UnknownArgumentError, match=argv[0].split('=')[0]): spirals.main(argv)
+    for argv in (['--epochs', '0'], ['--batch', 'x'], ['--accum', '1.5'], ['--steps', '3']):
+        with pytest.raises(UnknownArgumentError, match=argv[0]): digits.main(argv)
+    for n in ('0', '-2'):
+        with pytest.raises(InvalidAccumStepsError, match='--accum'): digits.main(['--accum', n])
+
+
+def test_a_figure_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(spirals, 'learn', None)  # not reached
+    with pytest.raises(FileNotFoundError, match='no folder'):
+        spirals.main(['--plot', str(tmp_path / 'none' / 'a.png')])
+    (tmp_path / 'folder.png').mkdir()
+    with pytest.raises(IsADirectoryError): spirals.main(['--plot', str(tmp_path / 'folder.png')])
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "fucina\[plot\]"'):
+        spirals.main(['--plot', str(tmp_path / 'a.png')])
+
+
+def test_digits_without_scikit_learn(digits, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, 'sklearn', None)
+    monkeypatch.delitem(sys.modules, 'sklearn.datasets', raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "fucina\[data\]"'):
+        digits.main(['--epochs', '1'])
+    assert cli.main(['digits', '--epochs', '1']) == 1
+    assert 'error: ModuleNotFoundError: fucina digits needs scikit-learn' in capsys.readouterr().err
+
+
+# --- the command
+
+def test_command_answers(capsys):
+    assert cli.main(['--version']) == 0
+    assert capsys.readouterr().out == f'fucina {fucina.__version__}\n'
+    for argv in ([], ['--help'], ['-h']):
+        assert cli.main(argv) == 0
+        out = capsys.readouterr().out
+        assert all(name in out for name in cli.COMMANDS)
+    assert cli.main(['config']) == 0
+    assert 'numpy' in capsys.readouterr().out
+    for name in cli.COMMANDS:
+        assert cli.main([name, '--help']) == 0
+        assert f'usage: fucina {name}' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('argv', [['train'], ['--verbose'], ['spirals', '--step', '3'],
+                                  ['digits', '3'], ['config', '--all']])
+def test_command_does_not_understand(argv, capsys):
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith('error: UnknownArgumentError: ') and 'usage: fucina' in err
+
+
+def test_command_turns_errors_into_a_line(capsys, monkeypatch):
+    assert cli.main(['digits', '--accum=0']) == 1
+    assert capsys.readouterr().err.startswith('error: InvalidAccumStepsError: --accum')
+    assert cli.main(['spirals', '--plot', 'no/such/a.png']) == 1
+    assert capsys.readouterr().err.startswith('error: FileNotFoundError: --plot')
+
+    def interrupted(argv): raise KeyboardInterrupt
+    monkeypatch.setattr(spirals, 'main', interrupted)
+    assert cli.main(['spirals']) == 130
+
+    def broken(argv): raise ZeroDivisionError
+    monkeypatch.setattr(spirals, 'main', broken)
+    with pytest.raises(ZeroDivisionError): cli.main(['spirals'])
+
+
+def test_command_as_a_module():
+    done = fucina_command('--version')
+    assert (done.returncode, done.stdout) == (0, f'fucina {fucina.__version__}\n')
+    done = fucina_command('spirals', '--sede', '1')
+    assert done.returncode == 2 and 'usage: fucina spirals' in done.stderr
+
+
+def test_version_imports_no_program():
+    code = ('import sys; from fucina.apps.cli import main; main(["--version"]); '
+            'assert not {"fucina.apps.spirals", "sklearn", "matplotlib"} & set(sys.modules)')
+    subprocess.run([sys.executable, '-c', code], check=True, timeout=120)
+
+
+# --- spirals
+
+def test_first_weights():
+    net = spirals.first_net(42)
+    assert [fnv(w.numpy()) for w in (net.w1, net.w2, net.w3)] == [
+        '618fc432b99ba4ca', 'd0f1e530cd70b274', 'd82446999e21d7a0']
+    first = net.w1.numpy().ravel()[:4].view(np.uint32)
+    assert first.tolist() == [0x3f277485, 0xbd3de099, 0x3e50e556, 0x3ef97ebf]
+    assert not any(b.numpy().any() for b in (net.b1, net.b2, net.b3))
+    with np.load(GOLDENS / 'spirals.npz') as golden:
+        for name, t in vars(net).items():
+            assert np.array_equal(t.numpy(), golden[f'init/{name}']) and t.requires_grad
+
+
+@pytest.mark.parametrize('gemm', ['blas', 'pinned'])
+@pytest.mark.parametrize('name', ['sgd', 'adamw'])
+def test_losses_of_the_reference(name, gemm):
+    with np.load(GOLDENS / 'spirals.npz') as golden:
+        init = {k: golden[f'init/{k}'] for k in ('w1', 'b1', 'w2', 'b2', 'w3', 'b3')}
+        points, labels, losses = golden['x'], golden['labels'], golden[f'{name}/losses'][:50]
+    net = spirals.first_net(0)
+    net = spirals.Net(**{k: variable(init[k], t.tags) for k, t in vars(net).items()})
+    opt = spirals.attach(spirals.RUNS[name].make(), net)
+    with ExecContext(gemm=gemm):
+        ours = list(spirals.train(net, opt, points, labels, 50))
+    np.testing.assert_allclose(ours, losses, rtol=1e-4)
+
+
+def test_spirals_reach_and_miss_the_target(capsys):
+    assert spirals.main(['--optimizer', 'adamw', '--steps', '300']) == 0
+    out, err = capsys.readouterr()
+    assert 'adamw' in out and 'sgd' not in out and 'reached' in out and '300/300' in err
+    assert spirals.main(['--steps=5', '--seed=3', '--threads=1']) == 1
+    out = capsys.readouterr().out
+    assert out.count('MISSED') == 2 and 'sgd' in out
+    assert spirals.main(['--steps=5', '--target=0']) == 0
+
+
+def test_spirals_seed_sets_data_and_weights(monkeypatch):
+    seen = []
+    monkeypatch.setattr(spirals, 'two_spirals', lambda n, seed: seen.append(seed) or two_spirals(n, 1))
+    first = spirals.first_net
+    monkeypatch.setattr(spirals, 'first_net', lambda seed: seen.append(seed) or first(seed))
+    for flags in ([], ['--seed', '5']):
+        spirals.main(['--optimizer=adamw', '--steps=1', '--target=0', *flags])
+    assert seen == [1234, 42, 5, 5]
+
+
+def test_accuracy_ties_go_to_class_0():
+    points, labels = two_spirals(10, 1)
+    tied = lambda x: constant(np.zeros((len(x), 2)), 'batch class')
+    assert spirals.accuracy(tied, points, labels) == 0.5
+    assert spirals.accuracy(tied, points, np.zeros(20, int)) == 1.0
+
+
+def is_png(path):
+    data = path.read_bytes()
+    return data[:8] == b'\x89PNG\r\n\x1a\n' and data[-8:-4] == b'IEND' and len(data) > 5000
+
+
+def test_spirals_figure(tmp_path):
+    pytest.importorskip('matplotlib')
+    spirals.main(['--steps=3', '--target=0', '--plot', str(tmp_path / 'a.png')])
+    assert is_png(tmp_path / 'a.png')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', [None, *range(10)])
+def test_spirals_reach_99_percent(seed):
+    assert spirals.main([] if seed is None else ['--seed', str(seed)]) == 0
+
+
+# --- digits
+
+def test_digits_default_run(digits, tmp_path, capsys):
+    pytest.importorskip('matplotlib')
+    assert digits.main(['--target', '0.97', '--plot', str(tmp_path / 'a.png')]) == 0
+    out, err = capsys.readouterr()
+    assert 'reached' in out and '480/480' in err and is_png(tmp_path / 'a.png')
+
+
+def test_digits_miss_the_target(digits, capsys):
+    assert digits.main(['--epochs=1', '--seed=3', '--target=1', '--threads=1']) == 1
+    assert 'MISSED' in capsys.readouterr().out
+
+
+def test_digits_task(digits):
+    images, labels = digits.load_digits()
+    task = digits.make_task(images, labels, seed=1)
+    assert (len(task.y), len(task.test_y)) == (1438, 359)
+    assert np.array_equal(labels[task.test_at], task.test_y)
+    assert abs(np.bincount(task.test_y) - 0.2 * np.bincount(labels)).max() <= 0.5
+    other = digits.make_task(images, labels, seed=2)
+    assert not np.array_equal(task.test_at, other.test_at)
+
+
+def test_accumulation_is_normalised_over_the_window(digits):
+    task, order = digits.make_task(*digits.load_digits(), seed=1), np.arange(1000, 1100)
+    grads, losses = [], []
+    for cuts in ([], [50], [1, 2], [97], [10, 20, 30, 40]):
+        net = digits.first_net(1)
+        losses.append(digits.add_gradients(net, task.x, task.y, np.split(order, cuts)))
+        grads.append([t.grad.numpy().copy() for t in vars(net).values()])
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+    for other in grads[1:]:
+        for g, expected in zip(other, grads[0]): np.testing.assert_allclose(g, expected, atol=2e-7)
+
+
+def test_accumulation_steps_and_clips_once_per_window(digits, monkeypatch):
+    calls = []
+
+    class Recorded(digits.AdamW):
+        def clip_grad_norm(self, max_norm):
+            calls.append('clip')
+            return super().clip_grad_norm(max_norm)
+        def step(self):
+            calls.append('step')
+            super().step()
+    monkeypatch.setattr(digits, 'AdamW', Recorded)
+    task = digits.make_task(*digits.load_digits(), seed=1)
+    batches = digits.Batches(len(task.y), 128, 0)
+    losses = list(digits.train(digits.first_net(1), task, batches, epochs=1, accum=5))
+    assert len(losses) == 3 and calls == ['clip', 'step'] * 3  # 12 batches: 5, 5 and 2
+    assert batches.epoch == 1 and batches.index == 0
+
+
+@pytest.mark.slow
+def test_digits_median_of_ten_seeds(digits):
+    found = [digits.learn(seed).accuracy for seed in range(10)]
+    print(*(f'{a:.1%}' for a in found))
+    assert np.median(found) >= 0.97
+
+
+# --- the same bits twice
+
+TRACE = '''
+import hashlib, sys, numpy as np
+from fucina.apps import spirals
+from fucina.data import two_spirals
+from fucina.exec import ExecContext
+points, labels = two_spirals(200, 1234)
+for gemm in ('blas', 'pinned'):
+    for name, run in spirals.RUNS.items():
+        net = spirals.first_net(42)
+        with ExecContext(workers=int(sys.argv[1]), gemm=gemm):
+            trace = list(spirals.train(net, spirals.attach(run.make(), net), points, labels, 200))
+        print(gemm, name, hashlib.sha256(np.array(trace).tobytes()).hexdigest())
+'''
+
+
+def test_fresh_processes_give_the_same_losses():
+    def trace(workers, **env):
+        done = subprocess.run([sys.executable, '-c', TRACE, str(workers)], capture_output=True,
+                              text=True, timeout=300, env=os.environ | env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    first = trace(1, PYTHONHASHSEED='0')
+    assert len(set(first.split())) == 4 + 4
+    assert trace(3, PYTHONHASHSEED='1') == first
+
+
+def test_digits_give_the_same_losses(digits):
+    traces = set()
+    for workers, seed in ((1, 5), (3, 5), (2, 5), (1, 6)):
+        with ExecContext(workers=workers):
+            losses = digits.learn(seed, epochs=2, accum=2).losses
+        traces.add((seed, hashlib.sha256(np.array(losses).tobytes()).hexdigest()))
+    assert len(traces) == 2
