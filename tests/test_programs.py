@@ -272,7 +272,8 @@ def test_accumulation_steps_and_clips_once_per_window(digits, monkeypatch):
 
 @pytest.mark.slow
 def test_digits_median_of_ten_seeds(digits):
-    found = [digits.learn(seed).accuracy for seed in range(10)]
+    with ExecContext(gemm='pinned'):
+        found = [digits.learn(seed).accuracy for seed in range(10)]
     print(*(f'{a:.1%}' for a in found))
     assert np.median(found) >= 0.97
 

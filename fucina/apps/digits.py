@@ -222,7 +222,7 @@ def draw_result(
     fig.suptitle(f'{result.accuracy:.1%} of {result.counts.sum()} unseen digits')
     fig.savefig(path)
 
-# %% ../../nbs/20a_digits.ipynb #499884ac
+# %% ../../nbs/20a_digits.ipynb #0dde2065
 def main(
     argv: Sequence[str] | None = None,  # flags; None: those of the command line
 ) -> int:  # exit code: 0, or 1 if the target was missed
@@ -231,10 +231,10 @@ def main(
     if args.accum < 1:
         raise InvalidAccumStepsError(f'--accum: expected at least 1, got {args.accum}')
     seed = 42 if args.seed is None else args.seed
+    print('handwritten digits, 8x8 pixels, network 64-128-10 (relu), a fifth held back')
     with ExecContext(workers=args.threads, gemm=args.gemm):
         result = learn(seed, args.epochs, args.batch, args.accum)
     if args.plot: draw_result(args.plot, result)
-    print('handwritten digits, 8x8 pixels, network 64-128-10 (relu), a fifth held back')
     goal = f'target {args.target:.1%}'
     header = 'seed', 'steps', 'seconds', 'loss', 'seen', 'unseen', goal
     print(table(header, (
