@@ -6,7 +6,7 @@
 __all__ = ['f32', 'f64', 'i32', 'i64', 'u32', 'u64', 'CHUNK', 'LEAST', 'kernel', 'inline', 'set_num_threads', 'get_num_threads',
            'set_workers', 'num_workers', 'parallel_for', 'chunk_squares', 'sum_squares']
 
-# %% ../nbs/01a_kernels.ipynb #0157275a
+# %% ../nbs/01a_kernels.ipynb #47932589
 import os
 import threading
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from operator import index
 from pathlib import Path
 
 import numpy as np
-from numba import config, njit
+from numba import njit
 
 from .errors import DTypeError, InvalidConfigError
 
@@ -22,11 +22,11 @@ from .errors import DTypeError, InvalidConfigError
 f32, f64 = np.float32, np.float64
 i32, i64, u32, u64 = np.int32, np.int64, np.uint32, np.uint64
 
-# %% ../nbs/01a_kernels.ipynb #6ca5355a
+# %% ../nbs/01a_kernels.ipynb #0f5d12be
 def _compile(f, **options):
-    # With NUMBA_DISABLE_JIT the loop stays Python; machine code gives no warnings either.
-    if config.DISABLE_JIT: return np.errstate(all='ignore')(f)
-    return njit(nogil=True, error_model='numpy', fastmath=False, **options)(f)
+    compiled = njit(nogil=True, error_model='numpy', fastmath=False, **options)(f)
+    # With NUMBA_DISABLE_JIT it is still `f`, and as silent as machine code on overflow.
+    return np.errstate(all='ignore')(f) if compiled is f else compiled
 
 # %% ../nbs/01a_kernels.ipynb #39c83bea
 def kernel(
@@ -77,9 +77,9 @@ def get_num_threads() -> int:  # the process-wide number
     "The number of threads a kernel may use."
     return _threads
 
-# %% ../nbs/01a_kernels.ipynb #88ca54ad
+# %% ../nbs/01a_kernels.ipynb #7c211598
 class _Local(threading.local):
-    workers = None  # this thread's own number
+    workers: int | None = None  # this thread's own number
     inside = False  # it is working on a chunk
 
 _local = _Local()
@@ -125,10 +125,10 @@ class _Job:
         for here in self.inside:
             with here: pass
 
-# %% ../nbs/01a_kernels.ipynb #ba5b660c
+# %% ../nbs/01a_kernels.ipynb #ba1a2f54
 class _Team:
     "Threads asleep, each on its bell, and the newest job."
-    def __init__(self): self.job, self.bells = None, []
+    def __init__(self): self.job, self.bells = _Job(0, print, 1), []
 
     def call(self, job, helpers):
         self.job = job
@@ -152,23 +152,27 @@ class _Team:
 _team = _Team()
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_team.__init__)
 
-# %% ../nbs/01a_kernels.ipynb #c0fa1b07
+# %% ../nbs/01a_kernels.ipynb #ec5aedc6
 def _share(job, workers):
     error, _local.inside = None, True
     try:
-        _team.call(job, min(workers, len(job.starts)) - 1)
-        job.work()
-    except BaseException as e: error = e
-    while True:
         try:
-            if error: job.starts.clear()
-            job.wait()
-            break
-        except BaseException as e: error = error or e  # Ctrl-C while waiting
-    error, job.error, job.task, _local.inside = error or job.error, None, None, False
+            _team.call(job, min(workers, len(job.starts)) - 1)
+            job.work()
+        except BaseException as e: error = e
+        while True:
+            try:
+                if error is not None: job.starts.clear()
+                job.wait()
+                break
+            except BaseException as e:  # Ctrl-C while waiting
+                if error is None: error = e
+    finally: job.task, _local.inside = None, False
+    if error is None: error = job.error
+    job.error = None
     try:
-        if error: raise error
-    finally: del error  # or the error would hold the frame that holds the error
+        if error is not None: raise error
+    finally: del error  # or it would hold the frame that holds it
 
 # %% ../nbs/01a_kernels.ipynb #558f2f67
 def parallel_for(

@@ -120,7 +120,7 @@ def uniform_fill(
         _uniform(seed, u64(start), x[start:stop], f64(lo), span, hi, below))
     return out
 
-# %% ../nbs/02_rng.ipynb #b79e62a2
+# %% ../nbs/02_rng.ipynb #91f96429
 def kaiming_uniform_fill(
     seed: int,  # stream
     out: np.ndarray,  # float32, C-contiguous, any shape; element i takes word i
@@ -128,7 +128,7 @@ def kaiming_uniform_fill(
 ) -> np.ndarray:  # out
     "Uniform weights within ±1/√fan_in."
     if index(fan_in) < 1: raise ValueError(f'fan_in must be at least 1, got {fan_in}')
-    bound = f32(math.sqrt(1 / index(fan_in)))
+    bound = float(f32(math.sqrt(1 / index(fan_in))))
     return uniform_fill(seed, out, -bound, bound)
 
 # %% ../nbs/02_rng.ipynb #fefa99ac
