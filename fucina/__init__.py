@@ -5,7 +5,7 @@ __version__ = "0.1.0"
 from . import data, errors, nn, optim, rng
 from .autograd import is_grad_enabled, no_grad
 from .data import Batches
-from .environment import config
+from .environment import config, warmup
 from .errors import *  # noqa: F403
 from .exec import ExecContext, current_context, exec_scope, get_gemm, set_gemm
 from .kernels import get_num_threads, set_num_threads
