@@ -1,11 +1,14 @@
 """Optimizers: golden runs, an independent formula, refusals, memory."""
 import copy
+import inspect
 import json
+import os
 import pickle
 import struct
 import subprocess
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -628,10 +631,10 @@ def test_numbers_of_any_kind_are_the_same_float32(kind, name):
 def test_what_is_no_number_is_refused(kind, name):
     config, before = CONFIGS[kind](), CONFIGS[kind]()
     for bad in ('0.1', None, True, np.True_, 1j, [0.1], np.ones(1), b'1', object()):
-        for make in (lambda: setattr(config, name, bad), lambda: kind(**{name: bad})):
+        for make in (partial(setattr, config, name, bad), partial(kind, **{name: bad})):
             with pytest.raises(TypeError, match=f'{CONFIGS[kind].__name__}.{name} '): make()
     for bad in (np.nan, f32('nan'), 1e39, -1e300, 10**400):
-        for make in (lambda: setattr(config, name, bad), lambda: kind(**{name: bad})):
+        for make in (partial(setattr, config, name, bad), partial(kind, **{name: bad})):
             with pytest.raises(optim.InvalidConfigError, match=f'.{name} '): make()
     assert config == before
 
@@ -971,7 +974,6 @@ def test_display():
 
 
 def test_signature_lists_the_settings():
-    import inspect
     names = list(inspect.signature(optim.SGD).parameters)
     assert names == ['config', 'lr', 'momentum', 'dampening', 'weight_decay', 'nesterov', 'state_dtype']
 
@@ -1004,6 +1006,6 @@ def test_plain_python_gives_the_same_bits():
                 print(w.value.tobytes().hex(), b.value.tobytes().hex())
     '''
     out = [subprocess.run([sys.executable, '-W', 'error', '-c', code], capture_output=True, text=True,
-                          check=True, env=dict(__import__('os').environ, NUMBA_DISABLE_JIT=off)).stdout
+                          check=True, env=dict(os.environ, NUMBA_DISABLE_JIT=off)).stdout
            for off in '01']
     assert out[0] == out[1] and len(out[0].splitlines()) == 15

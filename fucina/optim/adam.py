@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['AdamConfig', 'AdamWConfig', 'AdamSlot', 'Moments', 'Adam', 'AdamW']
 
-# %% ../../nbs/11c_adam.ipynb #6fbe7835
+# %% ../../nbs/11c_adam.ipynb #5431aeb0
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 

@@ -6,7 +6,7 @@
 __all__ = ['ldexp', 'MOST', 'StateDType', 'state', 'power', 'coerced', 'Config', 'Registry', 'Parameters', 'Stepping',
            'Gradients', 'show_text', 'show_html', 'Optimizer']
 
-# %% ../../nbs/11a_moments.ipynb #af913855
+# %% ../../nbs/11a_moments.ipynb #d0140a21
 import inspect
 import math
 from copy import copy as shallow_copy
@@ -16,14 +16,14 @@ from html import escape
 from typing import Any, ClassVar, get_args, get_type_hints
 
 import numpy as np
-from numba import config, types
+from numba import types
 from numba.extending import intrinsic
 
 from ..dtypes import bf16_bits, bf16_value
 from ..errors import DuplicateParamError, InvalidConfigError
 from ..kernels import f32, f64, i64, inline
 from ..ops.named import Named
-from .param import Clipping, Param, Slot, Slots, real
+from .param import PLAIN, Clipping, Param, Slot, Slots, real
 
 # %% ../../nbs/11a_moments.ipynb #3a6f0a3d
 class StateDType(IntEnum):
@@ -38,29 +38,29 @@ def state(
     "Memory for one value per weight."
     return np.zeros(size, f32 if dtype == StateDType.f32 else np.uint16)
 
-# %% ../../nbs/11a_moments.ipynb #44250cd6
-if config.DISABLE_JIT:
-    def widened(x): return x if isinstance(x, f32) else bf16_value(x)
-    def narrowed(x, like): return x if isinstance(like, f32) else bf16_bits(x)
+# %% ../../nbs/11a_moments.ipynb #078be441
+if PLAIN:
+    def widened(x): return x if type(x) is f32 else bf16_value(x)
+    def narrowed(x, like): return x if type(like) is f32 else bf16_bits(x)
 else:
-    @intrinsic
-    def widened(context, x):
+    def _formula(f, result, argument):
+        "Code for a conversion; none for float32, which stays as it is."
         def build(context, builder, signature, args):
-            if x == types.float32: return args[0]
-            formula = types.float32(types.uint16)
-            return context.compile_internal(builder, bf16_value.py_func, formula, args)
-        return types.float32(x), build
+            if result == argument: return args[0]
+            return context.compile_internal(builder, f.py_func, result(argument), args[:1])
+        return build
 
-    @intrinsic
-    def narrowed(context, x, like):
-        def build(context, builder, signature, args):
-            if like == types.float32: return args[0]
-            formula = types.uint16(types.float32)
-            return context.compile_internal(builder, bf16_bits.py_func, formula, args[:1])
-        return like(x, like), build
+    def _widened(context, x):
+        return types.float32(x), _formula(bf16_value, types.float32, x)
 
-# %% ../../nbs/11a_moments.ipynb #3e7d006c
-ldexp = np.ldexp if config.DISABLE_JIT else math.ldexp  # in Python math's can raise
+    def _narrowed(context, x, like):
+        return like(x, like), _formula(bf16_bits, like, types.float32)
+
+    widened: Any = intrinsic(_widened)
+    narrowed: Any = intrinsic(_narrowed)
+
+# %% ../../nbs/11a_moments.ipynb #9dd0ee12
+ldexp = np.ldexp if PLAIN else math.ldexp  # in Python math's can raise
 
 @inline
 def power(x, t):
@@ -213,7 +213,7 @@ class Stepping(Parameters):
         "Clear the gradients."
         for slots in self._lists(): slots.zero_grad()
 
-# %% ../../nbs/11a_moments.ipynb #8648ee4d
+# %% ../../nbs/11a_moments.ipynb #ed330696
 class Gradients(Stepping):
     "Gradients of all parameters together."
 
@@ -227,8 +227,8 @@ class Gradients(Stepping):
         factor: float,  # rounded to float32
     ) -> None:
         "Multiply every gradient in place."
-        factor = real('factor', factor)
-        for slots in self._lists(): slots.scale(factor)
+        by = real('factor', factor)
+        for slots in self._lists(): slots.scale(by)
 
     def collect_grad_states(self,
         seen: set[Any],  # receives the leaf of every parameter

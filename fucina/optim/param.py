@@ -6,7 +6,7 @@
 __all__ = ['VALUE', 'GRAD', 'STEP', 'BUFFERS', 'OVERFLOW', 'Param', 'keep_master', 'publish', 'Slot', 'work_grid', 'SlotList',
            'Table', 'tick', 'Loops', 'Slots', 'real', 'Clipping']
 
-# %% ../../nbs/11_param.ipynb #05317d3c
+# %% ../../nbs/11_param.ipynb #b94ab156
 import ctypes
 import math
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
 from ..dtypes import narrow_bf16, narrow_f16, widen_bf16, widen_f16
-from ..errors import (DTypeError, DuplicateParamError, GradShapeMismatchError,
-                           InvalidConfigError, NonContiguousParamError, NotAVariableError)
-from ..kernels import (CHUNK, LEAST, chunk_squares, f32, f64, i64, inline, kernel,
+from ..errors import (DTypeError, GradShapeMismatchError, InvalidConfigError,
+                           NonContiguousParamError, NotAVariableError)
+from ..kernels import (CHUNK, LEAST, chunk_squares, f32, i64, inline, kernel,
                             num_workers, parallel_for, u64)
 from ..ops.named import Named
 
@@ -108,15 +108,17 @@ class Slot:
             super().__setattr__(name, value)
         else: np.copyto(self.__dict__[name], value, casting='same_kind')
 
-# %% ../../nbs/11_param.ipynb #e8d34b80
-if config.DISABLE_JIT:
+# %% ../../nbs/11_param.ipynb #d3230a26
+PLAIN: bool = config.DISABLE_JIT  # type: ignore[attr-defined]
+
+# %% ../../nbs/11_param.ipynb #23fee20b
+if PLAIN:
     def elements(address, start, n, like):
-        size, address = like.itemsize, int(address)
-        window = (ctypes.c_char * (size * int(n))).from_address(address + size * int(start))
+        size, first = like.itemsize, int(address) + like.itemsize * int(start)
+        window = (ctypes.c_char * (size * int(n))).from_address(first)
         return np.frombuffer(window, like.dtype)
 else:
-    @intrinsic
-    def elements(context, address, start, n, like):
+    def _elements(context, address, start, n, like):
         array = types.Array(like, 1, 'C')
         def build(context, builder, signature, args):
             pointer = context.get_data_type(like).as_pointer()
@@ -126,6 +128,8 @@ else:
             populate_array(a, first, (args[2],), (size,), size, None)
             return a._getvalue()
         return array(types.intp, types.intp, types.intp, like), build
+
+    elements: Any = intrinsic(_elements)
 
 # %% ../../nbs/11_param.ipynb #3f892152
 VALUE, GRAD, STEP, BUFFERS = range(4)  # columns of a row; buffers come last
@@ -144,7 +148,7 @@ def work_grid(
     if load: ends.append(len(pieces))
     return np.array(pieces, i64).reshape(-1, 3), ends
 
-# %% ../../nbs/11_param.ipynb #39947786
+# %% ../../nbs/11_param.ipynb #3abcd90c
 def _kind(slot): return [(a.dtype, a.size > 0) for a in slot.arrays()]
 
 class SlotList:
@@ -152,7 +156,7 @@ class SlotList:
 
     def __init__(self, slots: tuple[Slot, ...] = ()):
         self._slots: list[Any] = list(slots)
-        self._rows: Any = None  # the tables are made when they are needed
+        self._ready, self._rows = False, np.zeros((0, 3), i64)  # made when needed
 
     def __len__(self) -> int: return len(self._slots)
     def __getitem__(self, i: int) -> Any: return self._slots[i]
@@ -171,9 +175,9 @@ class SlotList:
             raise InvalidConfigError('the configuration now asks for another kind of state '
                                      f'than when {self.label(0)} was registered')
         self._slots.append(slot)
-        self._rows = None
+        self._ready = False
 
-# %% ../../nbs/11_param.ipynb #71f322b0
+# %% ../../nbs/11_param.ipynb #507e7f08
 def _address(a): return a.__array_interface__['data'][0]
 
 class Table(SlotList):
@@ -189,10 +193,11 @@ class Table(SlotList):
         self._like = [a.dtype.type(0) for s in self._slots[:1] for a in s.arrays()]
         self._rows = np.array([[_address(s.param.data), 0, _address(s._step),
                                 *map(_address, s.arrays())] for s in self], i64)
+        self._ready = True
 
     def refresh(self, writable: bool = False) -> None:
         "Look up all gradients; `writable` ones are shown by no snapshot."
-        if self._rows is None: self._build()
+        if not self._ready: self._build()
         found = []
         for leaf, size in zip(self._leaves, self._sizes):
             g = leaf.writable_grad() if writable else leaf.grad
@@ -238,7 +243,7 @@ def _scale(rows, pieces, factor, first, end):
             g = elements(rows[piece[0], GRAD], piece[1], piece[2], f32(0))
             for i in range(g.size): g[i] = g[i] * factor
 
-# %% ../../nbs/11_param.ipynb #40bf5fc1
+# %% ../../nbs/11_param.ipynb #6ce05321
 class Loops(Table):
     "Slots with loops over their memory."
 
@@ -251,7 +256,7 @@ class Loops(Table):
         return call(0, 0, True)
 
     def run(self,
-        loop: Callable[..., Any],  # (rows, pieces, a zero per buffer, *args, first, end, last)
+        loop: Callable[..., Any],  # rows, pieces, zero per buffer, *args, first, end, last
         *args: Any,
     ) -> None:
         "One step with every parameter that has a gradient; `refresh` comes before."
@@ -305,7 +310,7 @@ def real(
         raise InvalidConfigError(f'{what} is too large for float32: {value!r}')
     return f32(x)
 
-# %% ../../nbs/11_param.ipynb #6f5ba5ce
+# %% ../../nbs/11_param.ipynb #86ef2a10
 class Clipping:
     "What can measure and scale its gradients can clip them."
 
@@ -325,7 +330,7 @@ class Clipping:
         if limit < 0: raise ValueError(f'max_norm must not be negative, got {max_norm}')
         root = math.sqrt(self.grad_squared_norm())
         norm = f32(math.inf if root >= OVERFLOW else root)
-        # Divided in float64 and rounded once, a float32 quotient is the same and never warns.
+        # A float32 quotient, by way of float64: the same number, without warnings.
         factor = float(limit) / float(norm + f32(1e-6))
         if f32(min(factor, 1.0)) < 1: self.scale_gradients(factor)
         return norm
