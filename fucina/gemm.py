@@ -174,12 +174,12 @@ def _pack(src, down, along, depth, n, width, dst):
             for j in range(width): dst[j] = src[min(j, n - 1) * along]
             src, dst = _at(src, down), _at(dst, width)
 
-# %% ../nbs/05b_gemm.ipynb #ea0897a6
+# %% ../nbs/05b_gemm.ipynb #0b8206c5
 @kernel
 def _product(a, b, out, count, a_next, b_next):
     (m, n), depth = out.shape, b.shape[0]
-    ar, ak, bk, bj = a.strides[0], a.strides[1], b.strides[0], b.strides[1]
-    ar, ak, bk, bj = ar // 4, ak // 4, bk // 4, bj // 4
+    (ar, ak), (bk, bj) = a.strides, b.strides
+    ar, ak, bk, bj = ar // 4, ak // 4, bk // 4, bj // 4  # bytes to elements
     room = np.empty(m * WIDE + DEPTH * (WIDE + (m + 3 if n >= MANY else 0)), f32)
     pa, pb, pc, edge = _address(a), _address(b), _address(out), _address(room)
     panel, strips = _at(edge, m * WIDE), _at(edge, (m + DEPTH) * WIDE)
@@ -189,11 +189,12 @@ def _product(a, b, out, count, a_next, b_next):
             rows, row, col, four = _at(pa, k * ak), ar, ak, 4 * ar
             if n >= MANY:
                 for i in range(0, m, 4):
-                    _pack(_at(rows, i * ar), ak, ar, d, min(4, m - i), 4, _at(strips, i * d))
+                    to = _at(strips, i * d)
+                    _pack(_at(rows, i * ar), ak, ar, d, min(4, m - i), 4, to)
                 rows, row, col, four = strips, 1, 4, 4 * d
             for j in range(0, n, WIDE):
-                c, width, w = _at(pc, j), n, min(WIDE, n - j)
-                if w < WIDE: c, width = edge, WIDE
+                w = min(WIDE, n - j)
+                c, width = (_at(pc, j), n) if w == WIDE else (edge, WIDE)
                 _pack(_at(pb, k * bk + j * bj), bk, bj, d, w, WIDE, panel)
                 _tiles(rows, row, col, four, panel, c, width, d, m, w, k == 0)
         for i in range(m):
