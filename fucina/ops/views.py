@@ -43,21 +43,25 @@ def lane_sum(x):
 def _row_sums(x, out):
     for i in range(out.size): out[i] = lane_sum(x[i])
 
-# %% ../../nbs/04a_views.ipynb #ae2b1935
+# %% ../../nbs/04a_views.ipynb #6925de3c
 @kernel
 def _col_blocks(x, out):
-    "Row b of `out`: the sum of rows 1024b … of `x`, from the top."
+    "Row b of `out`: the sum of rows 1024b … of `x`, in runs of 128, from the top."
+    run = np.empty(x.shape[1] if x.shape[0] > 128 else 0, f32)
     for b in range(out.shape[0]):
-        part = out[b]
-        rows = x[1024 * b:1024 * b + 1024]
-        for j in range(part.size): part[j] = rows[0, j]
-        k = rows.shape[0] - 1
-        for i in range(k // 4):
-            p, q, r, s = rows[4*i + 1], rows[4*i + 2], rows[4*i + 3], rows[4*i + 4]
-            for j in range(part.size): part[j] = (((part[j] + p[j]) + q[j]) + r[j]) + s[j]
-        for i in range(k // 4 * 4 + 1, k + 1):
-            p = rows[i]
-            for j in range(part.size): part[j] = part[j] + p[j]
+        total, block = out[b], x[1024 * b:1024 * b + 1024]
+        for s in range(0, block.shape[0], 128):
+            rows, part = block[s:s + 128], total if s == 0 else run
+            for j in range(part.size): part[j] = rows[0, j]
+            k = rows.shape[0] - 1
+            for i in range(k // 4):
+                p, q, r, t = rows[4*i + 1], rows[4*i + 2], rows[4*i + 3], rows[4*i + 4]
+                for j in range(part.size): part[j] = (((part[j] + p[j]) + q[j]) + r[j]) + t[j]
+            for i in range(k // 4 * 4 + 1, k + 1):
+                p = rows[i]
+                for j in range(part.size): part[j] = part[j] + p[j]
+            if s > 0:
+                for j in range(part.size): total[j] = total[j] + part[j]
 
 # %% ../../nbs/04a_views.ipynb #a6d143cd
 def _sum_rows(
@@ -78,8 +82,10 @@ def _sum_cols(
     while x.shape[0] > COL_BLOCK:
         blocks = np.empty((-(-x.shape[0] // COL_BLOCK), x.shape[1]), f32)
         if x.size < LEAST: _col_blocks(x, blocks)
-        else: parallel_for(blocks.shape[0], lambda a, b, x=x, y=blocks: _col_blocks(
-            x[COL_BLOCK * a:COL_BLOCK * b], y[a:b]), max(1, CHUNK // blocks.shape[1] // COL_BLOCK), 2)
+        else:
+            chunk = max(1, CHUNK // blocks.shape[1] // COL_BLOCK)
+            parallel_for(blocks.shape[0], lambda a, b, x=x, y=blocks: _col_blocks(
+                x[COL_BLOCK * a:COL_BLOCK * b], y[a:b]), chunk, 2)
         x = blocks
     _col_blocks(x, out.reshape(1, -1))
 
@@ -187,7 +193,7 @@ class Reorder(Named):
     def permute_to(self: N, tags: Any) -> N:
         "The axes in the order of `tags`."
         a = self._live('permute_to')
-        names, order = self._order(tags, 'permute_to')
+        names, order = self._order(tags, 'permute_to')  # type: ignore[attr-defined]
         back = tuple([order.index(k) for k in range(len(order))])
         return as_view(self, a.transpose(order), names, 'permute_to',
                        lambda gy: gy.transpose(back))
@@ -198,7 +204,8 @@ class Reorder(Named):
         "A new axis of size 1 at position `i`."
         a, i = self._live('insert_axis'), index(i)
         if not 0 <= i <= a.ndim:
-            raise IndexOutOfBoundsError(f'position {i} for a new axis of {self._describe()}')
+            raise IndexOutOfBoundsError(
+                f'position {i} for a new axis of {self._describe()}')
         names = _intern_tags(self._tags[:i] + (tag,) + self._tags[i:])
         return as_view(self, np.expand_dims(a, i), names, 'insert_axis',
                        lambda gy: gy.reshape(a.shape))
@@ -208,7 +215,8 @@ class Reorder(Named):
         names = _intern_tags(tags)
         lost = [t for t in self._tags if t not in names]
         if lost: raise TagError(f'align_to {names} loses {lost} of {self._describe()}')
-        x = self.permute_to([t for t in names if t in self._tags])
+        held = [t for t in names if t in self._tags]
+        x = self.permute_to(held)  # type: ignore[attr-defined]
         for i, t in enumerate(names):
             if t not in self._tags: x = x.insert_axis(t, i)
         return x
@@ -222,7 +230,8 @@ class Reshape(Reorder):
     def squeeze(self: N, tag: str) -> N:
         "Drop an axis of size 1."
         a, k = self._live('squeeze'), self.axis(tag)
-        if a.shape[k] != 1: raise InvalidShapeError(f'squeeze {tag!r} of {self._describe()}')
+        if a.shape[k] != 1:
+            raise InvalidShapeError(f'squeeze {tag!r} of {self._describe()}')
         names = _intern_tags(self._tags[:k] + self._tags[k + 1:])
         return as_view(self, a.squeeze(k), names, 'squeeze', lambda gy: gy.reshape(a.shape))
 
@@ -232,17 +241,19 @@ class Reshape(Reorder):
         sizes = tuple([index(n) for n in sizes])
         if len(parts) != len(sizes): raise TagError(f'{len(parts)} tags for sizes {sizes}')
         if math.prod(sizes) != a.shape[k] or min(sizes, default=1) < 1:
-            raise InvalidShapeError(f'{tag!r} of {self._describe()} does not split as {sizes}')
+            raise InvalidShapeError(
+                f'{tag!r} of {self._describe()} does not split as {sizes}')
         names = _intern_tags(self._tags[:k] + parts + self._tags[k + 1:])
-        return as_view(self, a.reshape(a.shape[:k] + sizes + a.shape[k + 1:]), names, 'split',
-                       lambda gy: gy.reshape(a.shape))
+        y = a.reshape(a.shape[:k] + sizes + a.shape[k + 1:])
+        return as_view(self, y, names, 'split', lambda gy: gy.reshape(a.shape))
 
     def merge(self: N, out_tag: str, tags: Any) -> N:
         "Neighbouring axes, in order, as one."
         a, parts = self._live('merge'), _intern_tags(tags)
         k = self.axis(parts[0]) if parts else 0
         if not parts or self._tags[k:k + len(parts)] != parts:
-            raise TagError(f'merge: {parts} are not neighbours in order in {self._describe()}')
+            raise TagError(
+                f'merge: {parts} are not neighbours in order in {self._describe()}')
         after = k + len(parts)
         names = _intern_tags(self._tags[:k] + (out_tag,) + self._tags[after:])
         shape = a.shape[:k] + (math.prod(a.shape[k:after]),) + a.shape[after:]
@@ -259,7 +270,7 @@ class Reshape(Reorder):
             if m < 1 or n not in (1, m):
                 raise ShapeMismatchError(f'broadcast_to: {t!r} has size {n}, not {m}, in '
                                          f'{self._describe()}')
-        x = self.align_to(names)
+        x = self.align_to(names)  # type: ignore[attr-defined]
         a = x._data
         return as_view(x, np.broadcast_to(a, shape), names, 'broadcast_to',
                        lambda gy: shrink_to(thread_state(), gy, a.shape))
@@ -272,7 +283,8 @@ class Views(Reshape):
 
     def narrow(self: N, tag: str, start: int, length: int) -> N:
         "`length` positions of one axis, from `start` on."
-        a, k, start, length = self._live('narrow'), self.axis(tag), index(start), index(length)
+        a, k = self._live('narrow'), self.axis(tag)
+        start, length = index(start), index(length)
         if not (0 <= start and 1 <= length and start + length <= a.shape[k]):
             raise IndexOutOfBoundsError(f'narrow {tag!r} to {start}…{start + length} of '
                                         f'{self._describe()}')
@@ -300,18 +312,19 @@ class Views(Reshape):
     def materialize(self: N) -> N:
         "A fresh contiguous copy."
         a = self._live('materialize')
-        out = empty(thread_state(), a.shape) if self._dtype is F32 else np.empty_like(a, order='C')
+        out = (empty(thread_state(), a.shape) if self._dtype is F32
+               else np.empty_like(a, order='C'))
         np.copyto(out, a)
         return as_view(self, out, self._tags, 'materialize', lambda gy: gy)
 
     def contiguous(self: N) -> N:
         "This tensor if its memory is contiguous, else a copy."
-        if not self.is_contiguous: return self.materialize()
+        if not self.is_contiguous: return self.materialize()  # type: ignore[attr-defined]
         return as_view(self, self._data, self._tags, 'contiguous', lambda gy: gy)
 
     def flatten(self: N, tag: str) -> N:
         "All axes as one, row-major; a copy only if the memory is strided."
-        x = self if self.is_contiguous else self.materialize()
+        x = self.contiguous()  # type: ignore[attr-defined]
         shape = x._data.shape
         return as_view(x, x._data.reshape(-1), _intern_tags((tag,)), 'flatten',
                        lambda gy: gy.reshape(shape))
