@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['LANES', 'matmul']
 
-# %% ../nbs/05b_gemm.ipynb #5f876ae5
+# %% ../nbs/05b_gemm.ipynb #8ae82e7e
 from collections.abc import Callable
 from functools import cache, wraps
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -202,10 +203,12 @@ def _product(a, b, out, count, a_next, b_next):
         pa, pb, pc = _at(pa, a_next), _at(pb, b_next), _at(pc, m * n)
     room[0] = 0  # a pointer keeps no memory alive; this line does
 
-# %% ../nbs/05b_gemm.ipynb #d70a8e26
+# %% ../nbs/05b_gemm.ipynb #33cb9918
 def _interpreted(a, b, out, count, a_next, b_next):
     def stack(x, step): return as_strided(x, (count, *x.shape), (4 * step, *x.strides))
     _in_order(stack(a, a_next), stack(b, b_next), stack(out, out.size))
+
+_compiling = Lock()
 
 @cache
 def _compiled() -> Any:  # takes a, b, out, count, a_next, b_next
@@ -214,8 +217,10 @@ def _compiled() -> Any:  # takes a, b, out, count, a_next, b_next
     if not hasattr(product, 'compile'): return _interpreted
     operand = types.Array(types.float32, 2, 'A', readonly=True)
     result = types.Array(types.float32, 2, 'C')
-    product.compile((operand, operand, result, *[types.int64] * 3))
-    product.disable_compile()
+    with _compiling:
+        if not product.signatures:
+            product.compile((operand, operand, result, *[types.int64] * 3))
+        product.disable_compile()
     return product
 
 # %% ../nbs/05b_gemm.ipynb #5b9d4b3b
