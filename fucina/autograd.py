@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['RETAIN', 'DONE', 'IN_SCOPE', 'SWEEP', 'Node', 'Leaf', 'backward', 'no_grad', 'is_grad_enabled']
 
-# %% ../nbs/03a_autograd.ipynb #e0e04b81
+# %% ../nbs/03a_autograd.ipynb #3ee48249
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from .errors import (BackwardAlreadyRunError, ExecScopeRequiredError,
                            MissingBackwardGradientError, ShapeMismatchError,
                            StaleGraphError, UseAfterScopeError)
-from .exec import ALONE, EXACT, Record, ThreadState, empty, thread_state
+from .exec import ALONE, EXACT, Block, Record, ThreadState, empty, thread_state
 from .kernels import f32
 
 # %% ../nbs/03a_autograd.ipynb #4e52e95d
@@ -36,7 +36,7 @@ class Node:
     ):
         self.parents, self.vjp, self.op, self.shape = parents, vjp, op, shape
         self.flags = self.mark = 0
-        self.grad = None
+        self.grad: Any = None
 
     def cut(self) -> None:
         "Forget operands and arrays; a backward pass that arrives here is told so."
@@ -44,7 +44,7 @@ class Node:
 
 def _cut(gy, needs): raise UseAfterScopeError('the graph behind this result was released')
 
-# %% ../nbs/03a_autograd.ipynb #51487cfe
+# %% ../nbs/03a_autograd.ipynb #f5e1b0f1
 class Leaf(Node):
     "A trainable array's end of the graph: gradients add up here until cleared."
 
@@ -56,36 +56,35 @@ class Leaf(Node):
         self.address = 0  # of the data of `grad`, while there is one
         self.version = 0  # counts the writes to the parameter itself
 
-    def _fresh(self) -> np.ndarray:
+    def _place(self, g: np.ndarray) -> None:
         a = np.empty(self.shape, f32)
-        self.address = a.__array_interface__['data'][0]
-        self.buffer = a
-        return a
+        np.copyto(a, g)
+        at = a.__array_interface__['data'][0]
+        self.grad, self.buffer, self.address = a, a, at
 
     def accumulate(self, g: np.ndarray) -> None:
         "Add `g` to the gradient."
         if self.grad is None:
             buffer = self.buffer
             if buffer is None or sys.getrefcount(buffer) > _ONE or not EXACT:
-                buffer = self._fresh()
+                return self._place(g)
             np.copyto(buffer, g)
             self.grad = buffer
         else:
-            total = self.writable_grad()
+            total: Any = self.writable_grad()
             np.add(total, g, out=total)
 
     def writable_grad(self) -> np.ndarray | None:
         "The gradient, in memory that no snapshot shows; None if there is none."
         a = self.grad
         if a is not None and (sys.getrefcount(a) > _TWO or not EXACT):
-            fresh = self._fresh()
-            np.copyto(fresh, a)
-            self.grad = a = fresh
+            self._place(a)
+            a = self.grad
         return a
 
     def set_grad(self, g: np.ndarray) -> None:
         "Replace the gradient by a copy of `g`, which has the parameter's shape."
-        self.grad = None
+        self.grad: Any = None
         self.accumulate(g)
 
     def zero_grad(self) -> None:
@@ -144,7 +143,7 @@ def _check_versions(node: Node) -> None:
             raise StaleGraphError(f'a parameter of shape {p.shape} used by {node.op} was '
                                   'changed between the forward and the backward pass')
 
-# %% ../nbs/03a_autograd.ipynb #5a3feb36
+# %% ../nbs/03a_autograd.ipynb #ff1ecf10
 def _propagate(state: ThreadState, root: Node, arena: Record | None) -> None:
     "Call VJPs in order and hand their pieces to the operands, left to right."
     ready, waste = [root], 0
@@ -171,28 +170,30 @@ def _propagate(state: ThreadState, root: Node, arena: Record | None) -> None:
             if waste > SWEEP:
                 gy = grads = g = old = None
                 waste = 0
-                _recycle(arena.owned)
+                _recycle(arena)
 
 _ONE_NEED, SWEEP = (True,), 2**18
 
-def _refuse(node: Node, p: Node, g: Any) -> None:
+def _refuse(node: Node, p: Node, g: Any) -> NoReturn:
     if g is None:
         raise MissingBackwardGradientError(
             f'the VJP of {node.op} returned no gradient for an operand that needs one')
     raise ShapeMismatchError(f'the VJP of {node.op} returned shape {g.shape} '
                              f'for an operand of shape {p.shape}')
 
-# %% ../nbs/03a_autograd.ipynb #ecaf615e
-def _recycle(owned: list[tuple[np.ndarray, list[np.ndarray]]]) -> None:
+# %% ../nbs/03a_autograd.ipynb #cc59fd6b
+def _recycle(arena: Record) -> None:
     "Put the buffers that nobody holds back on their shelves, looking at the last few."
-    held, n = [], len(owned)
+    owned, held = arena.owned, []
+    n, arena.peak = len(owned), max(arena.peak, arena.held())
     for _ in range(n if not n & (n - 1) else min(16, n)):
         a, shelf = owned.pop()
         if sys.getrefcount(a) == ALONE: shelf.append(a)
         else: held.append((a, shelf))
+    arena.pool.taken += n - len(owned) - len(held)
     owned.extend(reversed(held))
 
-# %% ../nbs/03a_autograd.ipynb #9a401184
+# %% ../nbs/03a_autograd.ipynb #f78511e2
 def backward(
     root: Node,  # the node of the result to differentiate
     seed: np.ndarray,  # float32, shape of the result: its own gradient
@@ -208,34 +209,46 @@ def backward(
     _count(root, state.debug)
     root.grad, root.private = seed, False
     scope, arena = state.scope, None
-    if scope is not None and EXACT: arena = Record(scope.context, scope, scope.where)
+    if scope is not None and scope.pool.cap and EXACT:
+        arena = Record(scope.context, scope, scope.where)
     state.scope = arena
     try: _propagate(state, root, arena)
     finally:
         state.scope = scope
-        if arena is not None: arena.release()
+        if scope is not None and arena is not None:
+            arena.closed = True
+            arena.release()
+            scope.peak = max(scope.peak, arena.peak, arena.nbytes)
     root.flags |= DONE
 
-# %% ../nbs/03a_autograd.ipynb #05750d21
-class no_grad(ContextDecorator):
+# %% ../nbs/03a_autograd.ipynb #46f0445c
+class _Off:
+    "One time `no_grad` was entered, to be undone once."
+
+    __slots__ = ('state', 'on', 'watch')
+
+    def undo(self, _: Any = None) -> None:
+        if self.on:
+            self.on, self.watch, self.state.no_grad = False, None, self.state.no_grad - 1
+
+class no_grad(Block, ContextDecorator):
     "A block, or a decorated function, whose operations are not recorded."
 
-    def __init__(self): self._depth = 0
+    def __init__(self):
+        super().__init__()
+        self._entries: list[_Off] = []
 
     def __enter__(self) -> 'no_grad':
-        state = thread_state()
-        self._state = state
-        self._depth += 1
-        state.no_grad += 1
+        off, state = _Off(), thread_state()
+        off.state, off.on, off.watch = state, False, self._watch(off.undo)
+        self._entries.append(off)
+        off.on, state.no_grad = True, state.no_grad + 1
         return self
 
-    def __exit__(self, *exc: Any) -> None:
-        self._depth -= 1
-        self._state.no_grad -= 1
-
-    def __del__(self):
-        # An interrupt can strike between the block and `__exit__`.
-        if self._depth: self._state.no_grad -= self._depth
+    def _leave(self, *error: Any) -> None:
+        while not self._entries[-1].on: self._entries.pop()
+        self._entries[-1].undo()
+        self._entries.pop()
 
     def _recreate_cm(self): return no_grad()
 

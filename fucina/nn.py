@@ -56,7 +56,8 @@ class MLP:
         activation: str = 'tanh',  # or relu, silu, gelu, sigmoid
         tags: Any = None,  # one per size; None: 'in h1 h2 … out'
     ):
-        if len(sizes) < 2: raise InvalidShapeError(f'an MLP needs at least two sizes: {sizes}')
+        if len(sizes) < 2:
+            raise InvalidShapeError(f'an MLP needs at least two sizes: {sizes}')
         if activation not in ACTIVATIONS:
             raise ValueError(f'activation must be one of {ACTIVATIONS}, got {activation!r}')
         if tags is None: tags = ('in', *[f'h{k}' for k in range(1, len(sizes) - 1)], 'out')

@@ -34,16 +34,19 @@ class Tensor(Picks):
         raise TypeError('make tensors with variable(data, tags) or constant(data, tags)')
 
     def __add__(self, other: Any) -> 'Tensor':
-        return self.add(other) if isinstance(other, Named) else self.add_scalar(_number(other))
+        if isinstance(other, Named): return self.add(other)
+        return self.add_scalar(_number(other))
 
     def __sub__(self, other: Any) -> 'Tensor':
-        return self.sub(other) if isinstance(other, Named) else self.sub_scalar(_number(other))
+        if isinstance(other, Named): return self.sub(other)
+        return self.sub_scalar(_number(other))
 
     def __mul__(self, other: Any) -> 'Tensor':
         return self.mul(other) if isinstance(other, Named) else self.scale(_number(other))
 
     def __truediv__(self, other: Any) -> 'Tensor':
-        return self.div(other) if isinstance(other, Named) else self.div_scalar(_number(other))
+        if isinstance(other, Named): return self.div(other)
+        return self.div_scalar(_number(other))
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -117,7 +120,8 @@ def from_bits(
 ) -> Tensor:
     "A 16-bit tensor from the bits of its values."
     a = np.asarray(bits)
-    if dtype not in ('f16', 'bf16'): raise DTypeError(f'bits are f16 or bf16, not {dtype!r}')
+    if dtype not in ('f16', 'bf16'):
+        raise DTypeError(f'bits are f16 or bf16, not {dtype!r}')
     if a.dtype != np.uint16: raise DTypeError(f'bits are uint16, got {a.dtype}')
     names = _intern_tags(tags)
     a = _shaped(a.copy(order='C').view(STORAGE[dtype]), names, None)
@@ -133,9 +137,11 @@ def gather(
     "Pick entries along one axis, in order, repetitions allowed."
     if isinstance(table, Named): return table.gather(tag, indices, out_tag)  # type: ignore
     if not hasattr(table, 'rows') or not hasattr(table, 'tags'):
-        raise TypeError(f'gather takes a tensor or a frozen matrix, got {type(table).__name__}')
-    if table.tags[0] != tag: raise TagError(f'a frozen matrix is gathered along its first axis '
-                                            f'{table.tags[0]!r}, not {tag!r}')
+        raise TypeError(
+            f'gather takes a tensor or a frozen matrix, got {type(table).__name__}')
+    if table.tags[0] != tag:
+        raise TagError(f'a frozen matrix is gathered along its first axis '
+                       f'{table.tags[0]!r}, not {tag!r}')
     at = as_indices(indices, table.shape[0], f'gather along {tag}')
     tags = _intern_tags((tag if out_tag is None else out_tag,) + tuple(table.tags[1:]))
     return result(Tensor, thread_state(), table.rows(at), tags, 'gather', None)
@@ -151,7 +157,8 @@ def _blank(shape: Any, tags: Any, dtype: str = 'f32') -> tuple[
     names, dtype = _intern_tags(tags), check_dtype(dtype)
     sizes = tuple([index(n) for n in (shape if isinstance(shape, Sequence) else (shape,))])
     if len(sizes) != len(names):
-        raise TagError(f'shape {sizes} has {len(sizes)} axes, but there are {len(names)} tags')
+        raise TagError(
+            f'shape {sizes} has {len(sizes)} axes, but there are {len(names)} tags')
     check_shape(sizes, names)
     return sizes, names, dtype
 
@@ -165,8 +172,8 @@ def full(
 ) -> Tensor:
     "One value everywhere."
     sizes, names, dtype = _blank(shape, tags, dtype)
-    one = np.full(sizes, index(value) if dtype == 'i64' else _f32(value, 'value'),
-                  STORAGE['i64'] if dtype == 'i64' else f32)
+    if dtype == 'i64': one = np.full(sizes, index(value))  # type: ignore[arg-type]
+    else: one = np.full(sizes, _f32(value, 'value'), f32)
     return _wrap(one, names, dtype, requires_grad)
 
 def zeros(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32', *,
@@ -239,7 +246,8 @@ def kaiming_uniform(
     "Uniform noise within ±1/√fan_in (He et al. 2015, with a = √5)."
     sizes, _, _ = _blank(shape, tags)
     n = _fan(sizes) if fan_in is None else fan_in
-    return _drawn(lambda a: rng.kaiming_uniform_fill(seed, a, n), shape, tags, requires_grad)
+    def fill(a): return rng.kaiming_uniform_fill(seed, a, n)
+    return _drawn(fill, shape, tags, requires_grad)
 
 def xavier_uniform(
     shape: Sequence[int] | int,

@@ -24,36 +24,39 @@ from .errors import (CheckpointCapturedVariableError,
                            NestedCheckpointRecomputeError, NoVariableInputsError)
 from .exec import empty, exec_scope, thread_state
 from .kernels import f32
-from .ops.named import F32, _intern_tags, check_shape, result, untracked
+from .ops.named import _intern_tags, check_shape, result, untracked
 from .ops.views import only_f32
 from .tensor import Tensor
 
-# %% ../nbs/06a_transforms.ipynb #1270953c
+# %% ../nbs/06a_transforms.ipynb #e8c1b21c
 class CustomOp:
     "An operation made of a function on arrays and its VJP; see `custom_vjp`."
 
     def __init__(self, forward: Callable[..., Any], tags: Callable[..., Any] | None):
-        self.forward, self.tags, self.backward = forward, tags, None
+        self.forward, self.tags = forward, tags
+        self.backward: Callable[..., Any] | None = None
         self.__name__, self.__doc__ = forward.__name__, forward.__doc__
 
     def vjp(self, f: Callable[..., Any]) -> Callable[..., Any]:
         "Register `f(gy, y, *inputs, **keywords, needs)`: an array or None per input."
-        self.backward = f  # type: ignore[assignment]
+        self.backward = f
         return f
 
     def __call__(self, *xs: Tensor, **keywords: Any) -> Tensor:
         op, arrays = self.__name__, []
         if not xs: raise TypeError(f'{op} takes at least one tensor')
         for x in xs:
-            if not isinstance(x, Tensor): raise TypeError(f'{op} takes tensors, got {type(x)}')
+            if not isinstance(x, Tensor):
+                raise TypeError(f'{op} takes tensors, got {type(x)}')
             only_f32(x, op)
             if x.dtype != 'f32': raise DTypeError(f'{op} takes f32, got {x._describe()}')
-            arrays.append(np.ascontiguousarray(x._live(op)))
+            arrays.append(np.asarray(x._live(op), order='C'))
         keywords, state = copy.deepcopy(keywords), thread_state()
         y = np.asarray(self.forward(*arrays, **keywords))
         if y.dtype != f32: raise DTypeError(f'{op} returned {y.dtype}, not float32')
         if any(np.may_share_memory(y, a) for a in arrays): y = y.copy()
-        tags = xs[0].tags if self.tags is None else _intern_tags(self.tags(*[x.tags for x in xs]))
+        tags = xs[0].tags
+        if self.tags is not None: tags = _intern_tags(self.tags(*[x.tags for x in xs]))
         if y.ndim != len(tags):
             raise InvalidDataLengthError(f'{op} returned shape {y.shape} for tags {tags}')
         check_shape(y.shape, tags)
@@ -61,12 +64,13 @@ class CustomOp:
 
     def _node(self, xs: Any, arrays: Any, y: np.ndarray, keywords: Any) -> Node | None:
         op, state, f = self.__name__, thread_state(), self.backward
-        if all(x._node is None for x in xs): return None
+        if all([x._node is None for x in xs]): return None
         if state.no_grad: return untracked(state, op) or None
-        if f is None: raise MissingBackwardGradientError(f'{op} has no VJP; add one with @{op}.vjp')
+        if f is None:
+            raise MissingBackwardGradientError(f'{op} has no VJP; add one with @{op}.vjp')
         def vjp(gy, needs):
             grads = f(gy, y, *arrays, **keywords, needs=tuple(needs))
-            if isinstance(grads, np.ndarray): grads = (grads,)
+            if grads is None or isinstance(grads, np.ndarray): grads = (grads,)
             if len(grads) != len(xs_tags):
                 raise MissingBackwardGradientError(f'the VJP of {op} returned {len(grads)} '
                                                    f'gradients for {len(xs_tags)} inputs')
@@ -77,7 +81,7 @@ class CustomOp:
 def custom_vjp(
     forward: Callable[..., Any] | None = None,  # float32 arrays -> float32 array
     *,
-    tags: Callable[..., Any] | None = None,  # (tags of each input) -> tags; None: the first's
+    tags: Callable[..., Any] | None = None,  # of inputs -> of the result; None: the first
 ) -> Any:  # a CustomOp
     "Make an operation of a function on arrays; register its gradient with `.vjp`."
     if forward is None: return lambda f: CustomOp(f, tags)
@@ -95,7 +99,8 @@ class GradcheckResult:
 def _loss(f: Callable[..., Any], inputs: tuple) -> float:
     with exec_scope(), no_grad(): return float(f(*inputs).item())
 
-def _slope(f: Callable[..., Any], inputs: tuple, flat: np.ndarray, i: int, eps: float) -> float:
+def _slope(f: Callable[..., Any], inputs: tuple, flat: np.ndarray, i: int,
+           eps: float) -> float:
     "Central difference along element `i`, which is restored whatever happens."
     v = flat[i]
     try:
@@ -114,11 +119,14 @@ def gradcheck(
 ) -> GradcheckResult:  # GradientMismatchError if an element is off
     "Compare gradients with central differences, element by element."
     if not (eps > 0 and abs_tol >= 0 and rel_tol >= 0 and math.isfinite(eps)):
-        raise InvalidGradcheckOptionsError(f'eps={eps}, abs_tol={abs_tol}, rel_tol={rel_tol}')
+        raise InvalidGradcheckOptionsError(
+            f'eps={eps}, abs_tol={abs_tol}, rel_tol={rel_tol}')
     leaves = [(k, x) for k, x in enumerate(inputs) if isinstance(x, Tensor) and x.is_leaf]
-    if not leaves: raise NoVariableInputsError('gradcheck needs a variable among its inputs')
+    if not leaves:
+        raise NoVariableInputsError('gradcheck needs a variable among its inputs')
     for k, x in leaves:
-        if x.dtype != 'f32': raise DTypeError(f'gradcheck input {k}: {x._describe()} is not f32')
+        if x.dtype != 'f32':
+            raise DTypeError(f'gradcheck input {k}: {x._describe()} is not f32')
         x.zero_grad()
     try:
         with exec_scope(): loss_fn(*inputs).backward()
@@ -127,7 +135,7 @@ def gradcheck(
     finally:
         for _, x in leaves: x.zero_grad()
 
-# %% ../nbs/06a_transforms.ipynb #4d695645
+# %% ../nbs/06a_transforms.ipynb #dc2d9c2e
 def _analytical(k: int, x: Tensor) -> np.ndarray:
     if x.grad is None:
         raise MissingAnalyticalGradientError(f'input {k}, {x._describe()}, got no gradient')
@@ -141,66 +149,78 @@ def _compare(f, inputs, leaves, grads, eps, abs_tol, rel_tol) -> GradcheckResult
         flat = x.value.reshape(-1)
         for i in range(flat.size):
             num = _slope(f, inputs, flat, i, eps)
-            error = abs(num - g[i])
+            error = float(abs(num - g[i]))
             if not error <= abs_tol + rel_tol * abs(g[i]):
                 raise GradientMismatchError(f'input {k}, element {i} of {x._describe()}: '
                                             f'numerical {num:.6g}, analytical {g[i]:.6g}')
             count, worst = count + 1, max(worst, error)
-            worst_rel = max(worst_rel, error / max(abs(g[i]), 1e-12))
+            worst_rel = max(worst_rel, error / (float(max(abs(g[i]), abs(num))) or 1))
     return GradcheckResult(count, worst, worst_rel)
 
-# %% ../nbs/06a_transforms.ipynb #d5b8948e
+# %% ../nbs/06a_transforms.ipynb #51d925e7
 def _bare(x: Tensor, leaf: bool) -> Tensor:
-    return x._make(x._live('checkpoint'), x._tags, x._dtype, Leaf(x.shape) if leaf else None)
+    node = Leaf(x.shape) if leaf else None
+    return x._make(x._live('checkpoint'), x._tags, x._dtype, node)
 
-def _run_bare(run: Callable[..., Any], xs: list[Tensor]) -> tuple[np.ndarray, tuple[str, ...]]:
+def _run_bare(run: Callable[..., Any], xs: list[Tensor]) -> tuple[np.ndarray, Any]:
     "The block's output as an array of the outer scope, without a graph."
     state = thread_state()
-    outer, outsiders = state.scope, state.outsiders
+    outer, depth, outsiders = state.scope, state.no_grad, state.outsiders
     with exec_scope():
-        state.no_grad += 1
-        state.outsiders = True
-        try: y = run(*xs)
-        finally: state.no_grad, state.outsiders = state.no_grad - 1, outsiders
-        if not isinstance(y, Tensor) or y.dtype != 'f32':
-            raise CheckpointOutputNotDifferentiableError('a checkpointed block returns one '
-                                                         f'f32 tensor, got {y!r}')
-        inner, state.scope = state.scope, outer
-        try: out = empty(state, y.shape)
-        finally: state.scope = inner
+        inner = state.scope
+        try:
+            state.no_grad, state.outsiders = depth + 1, True
+            y = run(*xs)
+            _check_output(y)
+            state.scope = outer
+            out = empty(state, y.shape)
+        finally:
+            state.scope, state.no_grad, state.outsiders = inner, depth, outsiders
         np.copyto(out, y._live('checkpoint'))
         return out, y.tags
+
+def _check_output(y: Any) -> None:
+    if not isinstance(y, Tensor) or y.dtype != 'f32':
+        raise CheckpointOutputNotDifferentiableError('a checkpointed block returns one f32 '
+                                                     f'tensor, got {y!r}')
+    if y._node is not None: raise CheckpointCapturedVariableError(
+        f'a checkpointed block returns {y._describe()}, which is not made of its inputs')
 
 def checkpoint(
     block: Callable[..., Any],  # (*inputs) or (extra, *inputs) -> one f32 tensor; pure
     *inputs: Tensor,  # every trainable tensor the block uses
     extra: Any = None,  # passed first, if given; untracked
 ) -> Tensor:
-    "`block(*inputs)` without keeping its insides: they are computed again for the gradient."
+    "`block(*inputs)`, whose insides are forgotten and computed again for the gradient."
+    for x in inputs:
+        if not isinstance(x, Tensor):
+            raise TypeError(f'checkpoint takes tensors, got {type(x).__name__}; pass other '
+                            'things as extra')
     run = block if extra is None else (lambda *xs: block(extra, *xs))
-    state = thread_state()
-    nodes = tuple([x._node for x in inputs])
-    if state.no_grad or all(n is None for n in nodes): return run(*inputs)
+    state, nodes = thread_state(), tuple([x._node for x in inputs])
+    if state.no_grad or all([n is None for n in nodes]): return run(*inputs)
     if state.recompute: raise NestedCheckpointRecomputeError(
         'a checkpoint inside a checkpointed block cannot be differentiated')
     saved = [_bare(x, False) for x in inputs]
     out, tags = _run_bare(run, saved)
-    node = Node(nodes, lambda gy, needs: _again(run, saved, gy, needs), 'checkpoint', out.shape)
+    def vjp(gy, needs): return _again(run, saved, gy, needs)
+    node = Node(nodes, vjp, 'checkpoint', out.shape)
     return result(type(inputs[0]), state, out, tags, 'checkpoint', node)
 
-# %% ../nbs/06a_transforms.ipynb #32c0d6bc
-def _again(run: Callable[..., Any], saved: list[Tensor], gy: np.ndarray, needs: Any) -> list:
+# %% ../nbs/06a_transforms.ipynb #1a07d66c
+def _again(run: Callable[..., Any], saved: list[Tensor], gy: np.ndarray,
+           needs: Any) -> list:
     "Run the block with a graph and return the gradients of its inputs."
     state = thread_state()
     xs = [_bare(x, bool(n)) for x, n in zip(saved, needs)]
     depth, nested = state.no_grad, state.recompute
-    state.no_grad, state.recompute = 0, True
     try:
+        state.no_grad, state.recompute = 0, True
         with exec_scope():
             y = run(*xs)
             if y._node is None: raise CheckpointOutputNotDifferentiableError(
                 'the output of the checkpointed block does not depend on its inputs')
-            backward(y._node, np.ascontiguousarray(gy))
+            backward(y._node, np.asarray(gy, order='C'))
     finally: state.no_grad, state.recompute = depth, nested
     grads = [x._node.grad if n else None for x, n in zip(xs, needs)]  # type: ignore
     for k, (g, n) in enumerate(zip(grads, needs)):

@@ -146,8 +146,9 @@ def _right(w: Any, op: str) -> Any:
 
 def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
     "Sum the product of `x` and `w` over the tags `over`."
-    a = x._data
-    if isinstance(w, Named) and w._dtype is F32 and w._data is not None: b, tags = w._data, w._tags
+    a: Any = x._data
+    if isinstance(w, Named) and w._dtype is F32 and w._data is not None:
+        b, tags = w._data, w._tags
     else: b, tags = _right(w, op), w.tags
     if a is None or x._dtype is not F32: _left(x, op)
     key = x._tags, tags, over, a.shape, b.shape if type(b) is np.ndarray else w.shape
@@ -156,7 +157,7 @@ def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
         if len(_products) > 4096: _products.clear()
         plan = _products[key] = Product(x, w, over, op)
     state, node, other = thread_state(), x._node, getattr(w, '_node', None)
-    values = b if type(b) is np.ndarray else b()
+    values: Any = b() if callable(b) else b
     out = multiply(state, plan.left.matrix(a), plan.right.matrix(values), plan.matrix)
     if plan.shape != plan.matrix: out = out.reshape(plan.shape)
     if node is not None or other is not None:
@@ -205,7 +206,8 @@ def einsum_many(
 ) -> Any:
     "A product of several tensors, from left to right, dropping each axis when it can go."
     names = _intern_tags(out_tags)
-    if len(ts) < 2: raise TypeError(f'einsum_many takes at least two tensors, got {len(ts)}')
+    if len(ts) < 2:
+        raise TypeError(f'einsum_many takes at least two tensors, got {len(ts)}')
     if not isinstance(ts[0], Named):
         raise TypeError(f'einsum_many takes a tensor first, got {type(ts[0]).__name__}')
     for w in ts[1:]: _right(w, 'einsum_many')
@@ -221,5 +223,6 @@ def einsum_many(
     for k, w in enumerate(ts[1:], 2):
         needed = set(names).union(*[x.tags for x in ts[k:]])
         both = y.tags + tuple([t for t in w.tags if t not in y.tags])
-        y = y.einsum(w, tuple([t for t in both if t in needed]) if k < len(ts) else names)
+        out = tuple([t for t in both if t in needed]) if k < len(ts) else names
+        y = y.einsum(w, out)  # type: ignore[attr-defined]
     return y

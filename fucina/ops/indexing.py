@@ -17,8 +17,7 @@ from ..errors import (DTypeError, GradientCastUnsupportedError, IndexOutOfBounds
                            InvalidShapeError, ShapeMismatchError, TagError)
 from ..exec import empty, thread_state
 from ..kernels import kernel
-from .named import (F32, STORAGE, Named, _intern_tags, check_dtype, check_shape,
-                              narrow, result, untracked, widen)
+from .named import (F32, STORAGE, Named, _intern_tags, check_dtype, narrow, result, untracked, widen)
 from .losses import AllLosses
 from .views import N, only_f32
 
@@ -31,11 +30,13 @@ def as_indices(
     "Check indices; negative ones do not wrap around."
     a = np.asarray(indices)
     if a.dtype.kind not in 'iu': raise DTypeError(f'{what} takes integers, got {a.dtype}')
-    if a.ndim != 1: raise InvalidShapeError(f'{what} takes one axis of indices, got {a.shape}')
+    if a.ndim != 1:
+        raise InvalidShapeError(f'{what} takes one axis of indices, got {a.shape}')
     if not a.size: raise InvalidShapeError(f'{what} takes at least one index')
     bad = np.flatnonzero((a < 0) | (a >= n))
-    if bad.size: raise IndexOutOfBoundsError(f'{what}: index {a[bad[0]]} at position {bad[0]} '
-                                             f'with {n} entries')
+    if bad.size:
+        raise IndexOutOfBoundsError(f'{what}: index {a[bad[0]]} at position {bad[0]} '
+                                    f'with {n} entries')
     return a.astype(np.int64)
 
 @kernel
@@ -118,7 +119,8 @@ def _alike(ts: Sequence[Any], what: str, free: str | None) -> None:
         only_f32(t, what)
     x = ts[0]
     for t in ts[1:]:
-        if t.dtype != x.dtype: raise DTypeError(f'{what}: {x._describe()} and {t._describe()}')
+        if t.dtype != x.dtype:
+            raise DTypeError(f'{what}: {x._describe()} and {t._describe()}')
         if t.tags != x.tags: raise TagError(f'{what}: {x._describe()} and {t._describe()}')
         for tag, n, m in zip(x.tags, x.shape, t.shape):
             if n != m and tag != free: raise ShapeMismatchError(
@@ -137,7 +139,8 @@ def _join(ts: Sequence[N], what: str, tags: tuple[str, ...], out: np.ndarray,
     return result(type(x), state, out, tags, what, node)
 
 def _space(x: Named, shape: tuple[int, ...]) -> np.ndarray:
-    return empty(thread_state(), shape) if x._dtype is F32 else np.empty(shape, STORAGE[x._dtype])
+    if x._dtype is F32: return empty(thread_state(), shape)
+    return np.empty(shape, STORAGE[x._dtype])
 
 # %% ../../nbs/05f_indexing.ipynb #70ac0ced
 def concat(
@@ -164,4 +167,5 @@ def stack(
     if not 0 <= i <= x.ndim: raise IndexOutOfBoundsError(f'stack at {i} of {x._describe()}')
     tags = _intern_tags(x._tags[:i] + (new_tag,) + x._tags[i:])
     out = _space(x, x.shape[:i] + (len(ts),) + x.shape[i:])
-    return _join(ts, 'stack', tags, out, [(slice(None),) * i + (k,) for k in range(len(ts))])
+    places = [(slice(None),) * i + (k,) for k in range(len(ts))]
+    return _join(ts, 'stack', tags, out, places)

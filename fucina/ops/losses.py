@@ -45,7 +45,8 @@ def _xent(ignore, eps, x, labels, stats, loss):
     e = np.empty((step, k), f32)
     share = eps / f32(k)
     for s in range(0, x.shape[0], step):
-        xs, st, out, ls = x[s:s + step], stats[s:s + step], loss[s:s + step], labels[s:s + step]
+        end = s + step
+        xs, st, out, ls = x[s:end], stats[s:end], loss[s:end], labels[s:end]
         _shifted_exp(xs, st, e[:xs.shape[0]])
         for i in range(xs.shape[0]):
             z = lane_sum(e[i])
@@ -124,7 +125,8 @@ def as_labels(
     a = np.array(a, i64, order='C').reshape(-1)
     bad = _first_bad(a, classes, 0 if ignore == NO_LABEL else ignore)
     if bad >= 0:
-        raise IndexOutOfBoundsError(f'label {a[bad]} at position {bad} with {classes} classes')
+        raise IndexOutOfBoundsError(
+            f'label {a[bad]} at position {bad} with {classes} classes')
     if type(labels) is list and all(type(v) is int for v in labels):
         if len(_lists) > 64: _lists.clear()
         _lists[count] = labels.copy(), a, classes, ignore
@@ -133,7 +135,8 @@ def as_labels(
 _lists: dict[int, tuple[list, np.ndarray, int, int]] = {}
 
 # %% ../../nbs/05e_losses.ipynb #c88a304f
-def _by_rows(f: Any, ignore: int, eps: np.float32, x: np.ndarray, *arrays: np.ndarray) -> None:
+def _by_rows(f: Any, ignore: int, eps: np.float32,
+             x: np.ndarray, *arrays: np.ndarray) -> None:
     if x.size < LEAST:
         f(ignore, eps, x, *arrays)
         return
@@ -160,11 +163,13 @@ class Losses(Rows):
             raise ValueError(f'label_smoothing must be in [0, 1), got {label_smoothing}')
         check_reduction(reduction)
         ignore = NO_LABEL if ignore_index is None else index(ignore_index)
-        if not -2**63 <= ignore < 2**63: raise ValueError(f'ignore_index {ignore} is no int64')
+        if not -2**63 <= ignore < 2**63:
+            raise ValueError(f'ignore_index {ignore} is no int64')
         if isinstance(labels, Named) and labels.ndim > 1:
             rest = self._tags[:axis] + self._tags[axis + 1:]
-            if labels.tags != rest: raise TagError(f'labels {labels._describe()} for positions '
-                                                   f'{rest} of {self._describe()}')
+            if labels.tags != rest:
+                raise TagError(f'labels {labels._describe()} for positions '
+                               f'{rest} of {self._describe()}')
         a = f32_values(self, 'cross_entropy')
         k = a.shape[axis]
         rows = a.size // k
@@ -220,10 +225,12 @@ class AllLosses(Losses):
     ) -> N:
         "Squared distance to the target, by default averaged over all elements."
         check_reduction(reduction)
-        if not isinstance(target, Named): raise TypeError('mse_loss takes a tensor as target')
+        if not isinstance(target, Named):
+            raise TypeError('mse_loss takes a tensor as target')
         if self.tags != target.tags or self.shape != target.shape:
             raise ShapeMismatchError(f'mse_loss of {self._describe()} against '
                                      f'{target._describe()}')
         d = self.sub(target)  # type: ignore[attr-defined]
         sq = d.mul(d)
-        return sq if reduction == 'none' else sq.sum_all() if reduction == 'sum' else sq.mean_all()
+        if reduction == 'none': return sq
+        return sq.sum_all() if reduction == 'sum' else sq.mean_all()

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 
@@ -83,7 +83,8 @@ def widen(data: np.ndarray, dtype: str) -> np.ndarray:
 def _as_array(data: Any) -> np.ndarray:
     "`data` as an ndarray of numbers in native byte order."
     try: a = np.asarray(data)
-    except ValueError as e: raise InvalidDataLengthError(f'rows differ in length: {e}') from None
+    except ValueError as e:
+        raise InvalidDataLengthError(f'rows differ in length: {e}') from None
     if a.dtype.name == 'bfloat16': return a
     if a.dtype.kind not in 'fiu':
         raise DTypeError(f'a tensor holds real numbers, got {a.dtype} data')
@@ -94,7 +95,8 @@ def _as_array(data: Any) -> np.ndarray:
 def _shaped(a: np.ndarray, tags: tuple[str, ...], shape: Any) -> np.ndarray:
     "`a` in `shape`, checked against its tags."
     if shape is not None:
-        shape = tuple(index(n) for n in (shape if isinstance(shape, Sequence) else (shape,)))
+        sizes = shape if isinstance(shape, Sequence) else (shape,)
+        shape = tuple(index(n) for n in sizes)
         if math.prod(shape) != a.size or min(shape, default=1) < 0:
             raise InvalidDataLengthError(f'{a.size} values do not fill shape {shape}')
         a = a.reshape(shape)
@@ -168,8 +170,9 @@ class Access:
         if data is None: self._dead(what)
         return data
 
-    def _dead(self, what: str) -> None:
-        raise UseAfterScopeError(f'{what} of {self._describe()}, which was released '
+    def _dead(self, what: str) -> NoReturn:
+        name = self._describe()  # type: ignore[attr-defined]
+        raise UseAfterScopeError(f'{what} of {name}, which was released '
                                  f'with the scope opened at {place(self._home[0])}')
 
     def _release(self, record: Record) -> None:
@@ -253,7 +256,8 @@ class Values(Axes):
     def item(self) -> float | int:
         "The value of a tensor with one element; InvalidShapeError otherwise."
         a = self._live('item')
-        if a.size != 1: raise InvalidShapeError(f'item() needs one element: {self._describe()}')
+        if a.size != 1:
+            raise InvalidShapeError(f'item() needs one element: {self._describe()}')
         return (widen(a, self._dtype) if self._dtype == 'bf16' else a).item()
 
     def __float__(self) -> float: return float(self.item())
@@ -310,8 +314,8 @@ class Storage(Values):
         "The storage of a constant, writable; contiguous tensors only."
         a = self._contiguous('data')
         if self._node is not None:
-            raise MutableDataRequiresNoGradError(f'{self._describe()} takes part in a graph; '
-                                                 'use `value` between steps')
+            raise MutableDataRequiresNoGradError(
+                f'{self._describe()} takes part in a graph; use `value` between steps')
         return self._writable(a, 'data')
 
     def _writable(self, a: np.ndarray, what: str) -> np.ndarray:
@@ -364,7 +368,8 @@ class Gradients(Storage):
 
     def _leaf(self, what: str) -> Leaf:
         if not isinstance(self._node, Leaf):
-            raise NoGradientGraphError(f'{what} is for variables, not for {self._describe()}')
+            raise NoGradientGraphError(
+                f'{what} is for variables, not for {self._describe()}')
         return self._node
 
     def zero_grad(self) -> None:
@@ -384,7 +389,8 @@ class Gradients(Storage):
 
     def retain_grad(self) -> None:
         "Keep the gradient of this inner result after a backward pass."
-        if self._node is None: raise NoGradientGraphError(f'{self._describe()} has no graph')
+        if self._node is None:
+            raise NoGradientGraphError(f'{self._describe()} has no graph')
         self._node.flags |= RETAIN
 
     def backward(self,
@@ -440,13 +446,15 @@ def _number(v: Any) -> str: return f'{v:d}' if isinstance(v, int) else f'{v:.4g}
 def _table(a: np.ndarray, tags: tuple[str, ...]) -> str:
     "A shaded table of up to two axes; headers carry the tags."
     grid = a.reshape((1,) * (2 - a.ndim) + a.shape)
-    rows, cols = ('', '') [:2 - a.ndim] + tags
+    rows, cols = ('', '', *tags)[-2:]
     finite = np.abs(grid[np.isfinite(grid)]) if grid.dtype.kind == 'f' else np.abs(grid)
     top = float(finite.max()) if finite.size else 0.0
-    head = ''.join(f'<th>{escape(cols)} {j}</th>' for j in range(grid.shape[1])) if cols else ''
+    count = range(grid.shape[1] if cols else 0)
+    head = ''.join(f'<th>{escape(cols)} {j}</th>' for j in count)
     body = ''
     for i, row in enumerate(grid.tolist()):
-        cells = ''.join(f'<td style="{_shade(float(v), top)}">{_number(v)}</td>' for v in row)
+        cells = ''.join(f'<td style="{_shade(float(v), top)}">{_number(v)}</td>'
+                        for v in row)
         body += f'<tr><th>{escape(rows)} {i if rows else ""}</th>{cells}</tr>'
     return f'<table style="{_CSS}"><tr><th></th>{head}</tr>{body}</table>'
 
@@ -481,15 +489,17 @@ class Named(Copies):
     def __repr__(self) -> str:
         lines = [f'{self._describe()} {self._role}']
         if self._data is not None:
-            text = np.array2string(widen(self._data, self._dtype), threshold=60, edgeitems=2,
-                                   precision=4, max_line_width=80).split('\n')
+            a = widen(self._data, self._dtype)
+            text = np.array2string(a, threshold=60, edgeitems=2, precision=4,
+                                   max_line_width=80).split('\n')
             lines += text if len(text) <= 6 else text[:3] + [' ...'] + text[-2:]
             if self._norm(): lines.append(self._norm())
         return '\n'.join(lines)
 
     def _repr_html_(self) -> str:
         names = ', '.join(f'{escape(t[:24])}={n}' for t, n in zip(self._tags, self.shape))
-        parts = [f'<b>Tensor[{names}]</b> {self._dtype} {escape(self._role)} {self._norm()}']
+        parts = [f'<b>Tensor[{names}]</b> {self._dtype} '
+                 f'{escape(self._role)} {self._norm()}']
         if self._data is not None:
             a = widen(self._data, self._dtype)
             small = a.ndim <= 2 and max(a.shape, default=1) <= 12
@@ -504,9 +514,11 @@ def make_variable(cls: type[C], data: Any, tags: Any, dtype: str = 'f32',
                   shape: Any = None) -> C:
     "A trainable leaf of class `cls` with a private copy of `data`."
     names = _intern_tags(tags)
-    if check_dtype(dtype) == 'i64': raise DTypeError('a variable is f32, f16 or bf16, not i64')
+    if check_dtype(dtype) == 'i64':
+        raise DTypeError('a variable is f32, f16 or bf16, not i64')
     a, dtype = to_storage(data, dtype)
-    a = np.ascontiguousarray(_shaped(a, names, shape)).reshape(a.shape if shape is None else shape)
+    sizes = a.shape if shape is None else shape
+    a = np.ascontiguousarray(_shaped(a, names, shape)).reshape(sizes)
     return cls._make(a, names, dtype, Leaf(a.shape))
 
 def make_constant(cls: type[C], data: Any, tags: Any, dtype: str | None = None,
@@ -520,7 +532,8 @@ def make_constant(cls: type[C], data: Any, tags: Any, dtype: str | None = None,
 
 def _borrow(a: Any, dtype: str | None) -> tuple[np.ndarray, str]:
     if not isinstance(a, np.ndarray): raise DTypeError('copy=False borrows a NumPy array')
-    if a.dtype.name == 'bfloat16' and dtype in (None, 'bf16'): a, dtype = a.view(np.uint16), 'bf16'
+    if a.dtype.name == 'bfloat16' and dtype in (None, 'bf16'):
+        a, dtype = a.view(np.uint16), 'bf16'
     fits = [d for d, s in STORAGE.items() if s == a.dtype and dtype in (None, d)]
     if not fits:
         raise DTypeError(f'cannot borrow {a.dtype} as {dtype or "a tensor"} without a copy')
@@ -550,7 +563,7 @@ def result(
         node.versions = tuple(p.version if isinstance(p, Leaf) else 0 for p in node.parents)
     return t
 
-def untracked(state: ThreadState, op: str) -> bool:
+def untracked(state: ThreadState, op: str) -> Literal[False]:
     "False; called for a tracked operand while gradients are off."
     if state.outsiders is not None:
         raise CheckpointCapturedVariableError(

@@ -7,7 +7,7 @@ __all__ = ['f32_values', 'reduced', 'spread', 'Sums', 'Reductions']
 
 # %% ../../nbs/05a_reductions.ipynb #0f4fa0bf
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import index
 from typing import Any
 
@@ -57,7 +57,8 @@ class Sums(Pointwise):
     __slots__ = ()
 
     def _axes(self, tags: Any) -> tuple[int, ...]:
-        names = _intern_tags((tags,) if isinstance(tags, str) and tags in self._tags else tags)
+        single = isinstance(tags, str) and tags in self._tags
+        names = _intern_tags((tags,) if single else tags)
         if not names: raise TagError('name at least one axis, or use sum_all')
         return tuple(sorted([self.axis(t) for t in names]))
 
@@ -110,7 +111,8 @@ class Reductions(Sums):
         k = self.axis(tag)
         n, ddof = self.shape[k], index(ddof)
         if n <= ddof:
-            raise InvalidShapeError(f'variance over {tag}={n} with ddof={ddof} divides by 0')
+            raise InvalidShapeError(
+                f'variance over {tag}={n} with ddof={ddof} divides by 0')
         a = f32_values(self, 'variance')
         mean = sum_axes(thread_state(), a, (k,)) * f32(1 / n)
         d = np.subtract(a, np.expand_dims(mean, k), out=empty(thread_state(), a.shape))
@@ -144,7 +146,8 @@ class Reductions(Sums):
     def argmax(self: N, tag: str) -> N:
         "Position of the first largest value, as i64; NaN never wins."
         k = self.axis(tag)
-        a = np.moveaxis(f32_values(self.detach(), 'argmax'), k, -1)  # type: ignore[attr-defined]
+        bare = self.detach()  # type: ignore[attr-defined]
+        a = np.moveaxis(f32_values(bare, 'argmax'), k, -1)
         out = np.empty(a.shape[:-1], i64)
         _argmax(np.ascontiguousarray(a).reshape(-1, a.shape[-1]), out.reshape(-1))
         return self._make(out, _intern_tags(self._tags[:k] + self._tags[k + 1:]), 'i64')

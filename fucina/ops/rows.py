@@ -6,7 +6,6 @@
 __all__ = ['ln32', 'by_rows', 'rows_of', 'like', 'row_op', 'Softmax', 'Rows']
 
 # %% ../../nbs/05d_rows.ipynb #46da84b0
-import math
 from collections.abc import Callable
 from operator import index
 from typing import Any
@@ -18,7 +17,7 @@ from ..errors import InvalidShapeError, ShapeMismatchError
 from ..exec import empty, thread_state
 from ..kernels import CHUNK, LEAST, f32, inline, kernel, parallel_for
 from .contractions import Contractions
-from .named import F32, Named, _intern_tags, result, untracked
+from .named import Named, _intern_tags, result, untracked
 from .pointwise import _f32, exp32
 from .reductions import f32_values
 from .views import N, _sum_cols, lane_sum, only_f32
@@ -141,10 +140,12 @@ class Softmax(Contractions):
         if causal is not None:
             q, offset = self.axis(causal[0]), index(causal[1])
             queries = a.shape[q]
-            if q == axis: raise InvalidShapeError('causal: query and source axis are the same')
+            if q == axis:
+                raise InvalidShapeError('causal: query and source axis are the same')
             if offset < 0 or offset + queries > a.shape[axis]:
-                raise InvalidShapeError(f'causal: {queries} queries from offset {offset} on '
-                                        f'need more than {tag}={a.shape[axis]} positions')
+                raise InvalidShapeError(
+                    f'causal: {queries} queries from offset {offset} on '
+                    f'need more than {tag}={a.shape[axis]} positions')
             order.remove(q)
             order.append(q)  # next to the source axis: row i belongs to query i % queries
         order.append(axis)
@@ -158,7 +159,8 @@ class Softmax(Contractions):
             gx = empty(thread_state(), y.shape)
             by_rows(lambda g, y, o, i: _softmax_grad(s, g, y, o, i), g, y, gx)
             return gx.reshape(moved.shape).transpose(back)
-        return row_op(self, 'softmax', y.reshape(moved.shape).transpose(back), self._tags, vjp)
+        out = y.reshape(moved.shape).transpose(back)
+        return row_op(self, 'softmax', out, self._tags, vjp)
 
     def _logs(self, tag: str, op: str) -> tuple:
         axis, a, state = self.axis(tag), f32_values(self, op), thread_state()
@@ -188,7 +190,8 @@ class Softmax(Contractions):
                     np.ascontiguousarray(gy).reshape(-1), y, x, gx)
             return like(gx, shape, axis)
         tags = _intern_tags(self._tags[:axis] + self._tags[axis + 1:])
-        return row_op(self, 'logsumexp', y.reshape(shape[:axis] + shape[axis + 1:]), tags, vjp)
+        out = y.reshape(shape[:axis] + shape[axis + 1:])
+        return row_op(self, 'logsumexp', out, tags, vjp)
 
 # %% ../../nbs/05d_rows.ipynb #42d6ca92
 @inline
@@ -261,7 +264,8 @@ def _normalise(x: Any, op: str, tag: str, forward: Callable, backward: Callable,
     def vjp(gy, needs):
         s = thread_state()
         g = rows_of(gy, axis)
-        gx, gw, out = empty(s, m.shape), empty(s, m.shape), [None] * len(nodes)
+        gx, gw = empty(s, m.shape), empty(s, m.shape)
+        out: list[Any] = [None] * len(nodes)
         by_rows(lambda g, x, gx, gw, i: backward(g, x, gx, gw, i), g, m, gx, gw)
         if needs[0]: out[0] = like(gx, shape, axis)
         for k, rows in ((1, gw), (2, g)):
