@@ -956,6 +956,20 @@ def test_copies_keep_masters():
     assert np.array_equal(bits(w.value), bits(w2.value))
 
 
+def test_a_renewed_master_is_the_one_that_is_trained():
+    "What a loader does: new values, the master widened again, in the same memory."
+    w, opt = fucina.variable([1.0, 2.0], 'd', dtype='bf16'), optim.SGD(lr=1)
+    opt.add_param(w)
+    w.set_grad([1.0, 1.0])
+    opt.step()
+    w.value[:] = bits(fucina.constant([5.0, 6.0], 'd').to('bf16').value)
+    master = opt.slots[0].param.master
+    param.keep_master(opt.slots[0].param)
+    assert opt.slots[0].param.master is master and master.tolist() == [5, 6]
+    opt.step()
+    assert w.tolist() == [4, 5]
+
+
 def test_display():
     opt = optim.AdamW(lr=1e-3, state_dtype='bf16')
     assert 'lr=0.001' in repr(opt) and '0 parameters' in repr(opt)

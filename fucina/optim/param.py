@@ -65,13 +65,15 @@ class Param:
         "What a formula reads and writes: flat, float32."
         return self.master if len(self.master) else self.value.reshape(-1)
 
-# %% ../../nbs/11_param.ipynb #c4c06105
+# %% ../../nbs/11_param.ipynb #c155222a
 def keep_master(
     param: Param,  # its values now become the start of the master
 ) -> None:
-    "Give a 16-bit parameter its float32 master copy."
-    if param.tensor.dtype == 'bf16': param.master = widen_bf16(param.value.reshape(-1))
-    if param.tensor.dtype == 'f16': param.master = widen_f16(param.value.reshape(-1))
+    "Give a 16-bit parameter its float32 master copy, or renew it in place."
+    if param.tensor.dtype == 'f32': return
+    widen = widen_bf16 if param.tensor.dtype == 'bf16' else widen_f16
+    old = param.master if len(param.master) else None
+    param.master = widen(param.value.reshape(-1), out=old)
 
 def publish(
     param: Param,  # nothing is done for one without a master
@@ -177,7 +179,7 @@ class SlotList:
         self._slots.append(slot)
         self._ready = False
 
-# %% ../../nbs/11_param.ipynb #507e7f08
+# %% ../../nbs/11_param.ipynb #dd498e8e
 def _address(a): return a.__array_interface__['data'][0]
 
 class Table(SlotList):
@@ -191,8 +193,10 @@ class Table(SlotList):
         self._sums, self._found = np.empty(len(self._pieces)), [0] * len(self)
         self._masters = [i for i, s in enumerate(self) if len(s.param.master)]
         self._like = [a.dtype.type(0) for s in self._slots[:1] for a in s.arrays()]
-        self._rows = np.array([[_address(s.param.data), 0, _address(s._step),
-                                *map(_address, s.arrays())] for s in self], i64)
+        # Held here too: an address must never outlive its array.
+        self._arrays = [(s.param.data, s._step, *s.arrays()) for s in self]
+        self._rows = np.array([[_address(data), 0, *map(_address, rest)]
+                               for data, *rest in self._arrays], i64)
         self._ready = True
 
     def refresh(self, writable: bool = False) -> None:
