@@ -150,7 +150,7 @@ def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
     if isinstance(w, Named) and w._dtype is F32 and w._data is not None:
         b, tags = w._data, w._tags
     else: b, tags = _right(w, op), w.tags
-    if a is None or x._dtype is not F32: _left(x, op)
+    if x._data is None or x._dtype is not F32: _left(x, op)
     key = x._tags, tags, over, a.shape, b.shape if type(b) is np.ndarray else w.shape
     plan = _products.get(key)
     if plan is None:

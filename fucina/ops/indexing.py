@@ -17,7 +17,8 @@ from ..errors import (DTypeError, GradientCastUnsupportedError, IndexOutOfBounds
                            InvalidShapeError, ShapeMismatchError, TagError)
 from ..exec import empty, thread_state
 from ..kernels import kernel
-from .named import (F32, STORAGE, Named, _intern_tags, check_dtype, narrow, result, untracked, widen)
+from .named import (F32, STORAGE, Named, _intern_tags, check_dtype, narrow,
+                              result, untracked, widen)
 from .losses import AllLosses
 from .views import N, only_f32
 
@@ -108,7 +109,7 @@ class Picks(AllLosses):
         if dtype != 'f32': t._dtype = dtype
         return t
 
-# %% ../../nbs/05f_indexing.ipynb #4de7a646
+# %% ../../nbs/05f_indexing.ipynb #8d4314b4
 def _alike(ts: Sequence[Any], what: str, free: str | None) -> None:
     "All tensors, same dtype and tags, same sizes but along `free`."
     if not ts: raise TypeError(f'{what} takes at least one tensor')
@@ -118,6 +119,7 @@ def _alike(ts: Sequence[Any], what: str, free: str | None) -> None:
         t._live(what)
         only_f32(t, what)
     x = ts[0]
+    if free is not None: x.axis(free)
     for t in ts[1:]:
         if t.dtype != x.dtype:
             raise DTypeError(f'{what}: {x._describe()} and {t._describe()}')

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BLOCK', 'NO_LABEL', 'as_labels', 'Losses', 'check_reduction', 'AllLosses']
 
-# %% ../../nbs/05e_losses.ipynb #77bf3828
+# %% ../../nbs/05e_losses.ipynb #921cd9b0
 from operator import index
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..errors import (DTypeError, IndexOutOfBoundsError, InvalidDataLengthError,
                            ShapeMismatchError, TagError)
 from ..exec import empty, thread_state
 from ..kernels import CHUNK, LEAST, f32, i64, kernel, parallel_for
-from .named import Named, _intern_tags, result, untracked
+from .named import F32, Named, _intern_tags, result, untracked
 from .pointwise import _f32, exp32
 from .reductions import f32_values
 from .rows import Rows, ln32
@@ -213,7 +213,7 @@ def _finish(t: Any, loss: np.ndarray, reduction: str, saved: tuple) -> Any:
         else: node = Node((node,), vjp, 'cross_entropy', out.shape)
     return result(type(t), state, out, _intern_tags(tags), 'cross_entropy', node)
 
-# %% ../../nbs/05e_losses.ipynb #66b21413
+# %% ../../nbs/05e_losses.ipynb #ea652c75
 class AllLosses(Losses):
     "Cross-entropy and squared error."
 
@@ -230,7 +230,9 @@ class AllLosses(Losses):
         if self.tags != target.tags or self.shape != target.shape:
             raise ShapeMismatchError(f'mse_loss of {self._describe()} against '
                                      f'{target._describe()}')
-        d = self.sub(target)  # type: ignore[attr-defined]
+        x, t = (v if v.dtype is F32 else v._make(f32_values(v, 'mse_loss'), v.tags, F32)
+                for v in (self, target))
+        d = x.sub(t)  # type: ignore[attr-defined]
         sq = d.mul(d)
         if reduction == 'none': return sq
         return sq.sum_all() if reduction == 'sum' else sq.mean_all()

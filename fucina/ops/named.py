@@ -57,7 +57,7 @@ def _check_tags(spec: Any) -> tuple[str, ...]:
             raise TagError(f'a tag is a non-empty string without blanks, got {t!r}')
     return tags
 
-# %% ../../nbs/04_named.ipynb #9278d80d
+# %% ../../nbs/04_named.ipynb #d52db93e
 F32 = 'f32'
 STORAGE = {'f32': np.dtype(f32), 'f16': np.dtype(np.float16),
            'bf16': np.dtype(np.uint16), 'i64': np.dtype(i64)}
@@ -70,14 +70,13 @@ def check_dtype(dtype: str) -> str:  # the one string object of this name
 
 def narrow(x: np.ndarray, dtype: str) -> np.ndarray:
     "Float32 values as the storage of a float dtype: a fresh array."
-    x = np.ascontiguousarray(x)
     if dtype == 'bf16': return narrow_bf16(x)
     return narrow_f16(x) if dtype == 'f16' else x.copy()
 
 def widen(data: np.ndarray, dtype: str) -> np.ndarray:
     "Storage as float32 values; float32 storage is returned as it is."
-    if dtype == 'bf16': return widen_bf16(np.ascontiguousarray(data))
-    return widen_f16(np.ascontiguousarray(data)) if dtype == 'f16' else data
+    if dtype == 'bf16': return widen_bf16(data)
+    return widen_f16(data) if dtype == 'f16' else data
 
 # %% ../../nbs/04_named.ipynb #06eebe4b
 def _as_array(data: Any) -> np.ndarray:
@@ -111,14 +110,14 @@ def check_shape(shape: tuple[int, ...], tags: tuple[str, ...]) -> None:
     for tag, n in zip(tags, shape):
         if n < 1: raise InvalidShapeError(f'axis {tag!r} has size {n}; sizes start at 1')
 
-# %% ../../nbs/04_named.ipynb #a4d3ce4d
+# %% ../../nbs/04_named.ipynb #5e30b77b
 def to_storage(data: Any, dtype: str | None) -> tuple[np.ndarray, str]:
     "A private C-contiguous copy of `data`, and its dtype."
     a = _as_array(data)
     if a.dtype.name == 'bfloat16':
         bits = a.view(np.uint16)
         if dtype in (None, 'bf16'): return np.array(bits, order='C'), 'bf16'
-        a = widen_bf16(np.ascontiguousarray(bits))
+        a = widen_bf16(bits)
     kind = a.dtype.kind
     if dtype is None:
         dtype = 'f16' if a.dtype == np.float16 else F32 if kind == 'f' else 'i64'
@@ -446,7 +445,8 @@ def _number(v: Any) -> str: return f'{v:d}' if isinstance(v, int) else f'{v:.4g}
 def _table(a: np.ndarray, tags: tuple[str, ...]) -> str:
     "A shaded table of up to two axes; headers carry the tags."
     grid = a.reshape((1,) * (2 - a.ndim) + a.shape)
-    rows, cols = ('', '', *tags)[-2:]
+    names = ('', '', *tags)
+    rows, cols = names[-2], names[-1]
     finite = np.abs(grid[np.isfinite(grid)]) if grid.dtype.kind == 'f' else np.abs(grid)
     top = float(finite.max()) if finite.size else 0.0
     count = range(grid.shape[1] if cols else 0)

@@ -115,20 +115,22 @@ def _silu_grad(gy, x, gx):
         s = sigmoid32(x[i])
         gx[i] = (s + x[i] * s * (f32(1) - s)) * gy[i]
 
-# %% ../../nbs/05_pointwise.ipynb #7be1df2b
+# %% ../../nbs/05_pointwise.ipynb #8da6f34f
+@inline
+def _gelu_gate(v):
+    "½ (1 + tanh u) = sigmoid(2u), which does not cancel where tanh u is near -1."
+    return sigmoid32(f32(2) * GELU_A * (v + GELU_B * v * v * v))
+
 @kernel
 def _gelu(x, y):
-    for i in range(y.size):
-        t = tanh32(GELU_A * (x[i] + GELU_B * x[i] * x[i] * x[i]))
-        y[i] = f32(0.5) * x[i] * (f32(1) + t)
+    for i in range(y.size): y[i] = x[i] * _gelu_gate(x[i])
 
 @kernel
 def _gelu_grad(gy, x, gx):
     for i in range(gx.size):
-        v = x[i]
-        t = tanh32(GELU_A * (v + GELU_B * v * v * v))
-        slope = GELU_A * (f32(1) + f32(3) * GELU_B * v * v)
-        gx[i] = (f32(0.5) * (f32(1) + t) + f32(0.5) * v * (f32(1) - t * t) * slope) * gy[i]
+        v, s = x[i], _gelu_gate(x[i])
+        slope = f32(2) * GELU_A * (f32(1) + f32(3) * GELU_B * v * v)
+        gx[i] = (s + v * s * (f32(1) - s) * slope) * gy[i]
 
 @kernel
 def _relu(x, y):
@@ -382,7 +384,8 @@ class Plan:
         back = [left.index(t) for t in v._tags if t in left]
         same = v._tags == self.tags and v.shape == self.shape
         straight = order == sorted(order) and None not in where[len(where) - len(order):]
-        rows = 0 < v.ndim and gone == tuple(range(len(gone))) and v._tags == self.tags[len(gone):]
+        n = len(gone)
+        rows = 0 < v.ndim and gone == tuple(range(n)) and v._tags == self.tags[n:]
         return ((None if straight else (order, where)),
                 None if same else (gone, back, v.shape, rows))
 
@@ -497,7 +500,7 @@ def _div_vjp(a, b, back):
         return ga, gb
     return vjp
 
-# %% ../../nbs/05_pointwise.ipynb #4291dbad
+# %% ../../nbs/05_pointwise.ipynb #ce2a2620
 @kernel
 def _winner_grad(gy, a, b, gx):
     "Share of `a`: 1 if it is larger or NaN, one half on a tie."
@@ -508,9 +511,10 @@ def _winner_grad(gy, a, b, gx):
 def _winner_vjp(sign):
     def make(a, b, back):
         def vjp(gy, needs):
-            p, q = (np.ascontiguousarray(np.broadcast_to(v, gy.shape)) for v in (a, b))
+            # `asarray`, because `ascontiguousarray` gives a scalar an axis.
+            p, q = (np.asarray(np.broadcast_to(v, gy.shape), order='C') for v in (a, b))
             if sign < 0: p, q = np.negative(p), np.negative(q)
-            g = np.ascontiguousarray(gy)
+            g = np.asarray(gy, order='C')
             share = lambda u, v: each(_winner_grad, g, u, v, empty(thread_state(), g.shape))
             return (pull(share(p, q), back[0]) if needs[0] else None,
                     pull(share(q, p), back[1]) if needs[1] else None)
@@ -527,7 +531,7 @@ def gated(x: N, gate: Any, op: str, activation: Callable) -> N:
     same_dtype(x, gate, op)
     plan_for(x, gate, op)
     if x._dtype is not F32:
-        return in_f32(op, lambda y, g: gated(y, g, op, activation), x, gate)
+        return in_f32(op, lambda y, g: gated(y, g, op, activation), x, gate)  # type: ignore
     return binary(x, activation(gate), op, np.multiply, _mul_vjp)
 
 # %% ../../nbs/05_pointwise.ipynb #aa95cd86
@@ -572,7 +576,7 @@ class Arithmetic(Scalars):
         "a · sigmoid(gate)"
         return gated(self, gate, 'glu', Activations.sigmoid)
 
-# %% ../../nbs/05_pointwise.ipynb #eece38e8
+# %% ../../nbs/05_pointwise.ipynb #c3bb44c1
 @kernel
 def _dropout(seed, first, cutoff, scale, x, y):
     for i in range(y.size):
@@ -601,6 +605,7 @@ class Pointwise(Arithmetic):
         a, rate = self._live('dropout'), _f32(p, 'p')
         if not 0 <= rate < 1:
             raise InvalidDropoutError(f'dropout needs 0 <= p < 1, got {p}')
+        if self._dtype == 'i64': raise DTypeError(f'dropout needs floats: {self._describe()}')
         if rate == 0: return as_view(self, a, self._tags, 'dropout', lambda gy: gy)
         if self._dtype is not F32:
             return in_f32('dropout', lambda x: x.dropout(rate, seed), self)

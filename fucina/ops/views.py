@@ -56,7 +56,8 @@ def _col_blocks(x, out):
             k = rows.shape[0] - 1
             for i in range(k // 4):
                 p, q, r, t = rows[4*i + 1], rows[4*i + 2], rows[4*i + 3], rows[4*i + 4]
-                for j in range(part.size): part[j] = (((part[j] + p[j]) + q[j]) + r[j]) + t[j]
+                for j in range(part.size):
+                    part[j] = (((part[j] + p[j]) + q[j]) + r[j]) + t[j]
             for i in range(k // 4 * 4 + 1, k + 1):
                 p = rows[i]
                 for j in range(part.size): part[j] = part[j] + p[j]
