@@ -6,7 +6,7 @@
 __all__ = ['VALUE', 'GRAD', 'STEP', 'BUFFERS', 'OVERFLOW', 'Param', 'keep_master', 'publish', 'Slot', 'work_grid', 'SlotList',
            'Table', 'tick', 'Loops', 'Slots', 'real', 'Clipping']
 
-# %% ../../nbs/11_param.ipynb #b94ab156
+# %% ../../nbs/11_param.ipynb #cce0443d
 import ctypes
 import math
 from collections.abc import Callable, Iterator
@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numba import config, types
 from numba.extending import intrinsic
-from numba.np.arrayobj import make_array, populate_array
 
 from ..dtypes import narrow_bf16, narrow_f16, widen_bf16, widen_f16
 from ..errors import (DTypeError, GradShapeMismatchError, InvalidConfigError,
@@ -113,7 +112,7 @@ class Slot:
 # %% ../../nbs/11_param.ipynb #d3230a26
 PLAIN: bool = config.DISABLE_JIT  # type: ignore[attr-defined]
 
-# %% ../../nbs/11_param.ipynb #23fee20b
+# %% ../../nbs/11_param.ipynb #9da35c8f
 if PLAIN:
     def elements(address, start, n, like):
         size, first = like.itemsize, int(address) + like.itemsize * int(start)
@@ -123,6 +122,8 @@ else:
     def _elements(context, address, start, n, like):
         array = types.Array(like, 1, 'C')
         def build(context, builder, signature, args):
+            # Imported when a kernel is compiled: it would slow down every start.
+            from numba.np.arrayobj import make_array, populate_array
             pointer = context.get_data_type(like).as_pointer()
             first = builder.gep(builder.inttoptr(args[0], pointer), [args[1]])
             size = context.get_constant(types.intp, like.bitwidth // 8)
