@@ -287,7 +287,7 @@ def _sincos_turn(u):
     if odd: s, c = c, s
     return _flip(s, back), _flip(c, u32(back ^ odd))
 
-# %% ../nbs/02_rng.ipynb #8954d0b1
+# %% ../nbs/02_rng.ipynb #1f2eb4ac
 @inline
 def _uniforms(a, b):
     "Two words as float32 in (0, 1] and [0, 1]."
@@ -295,18 +295,13 @@ def _uniforms(a, b):
     return f32(a) * f32(STEP), f32(b) * f32(STEP)
 
 @inline
-def _box_muller_fast(ua, ub):
-    radius = np.sqrt(f32(-2) * _ln_fast(ua))
-    s, c = _sincos_turn(ub)
+def gaussian_pair_fast(a, b):
+    "Two standard normals in float32, from words `a` and `b` as floats."
+    radius = np.sqrt(f32(-2) * _ln_fast(a))
+    s, c = _sincos_turn(b)
     return radius * c, radius * s
 
-@inline
-def gaussian_pair_fast(seed, c):
-    "Two standard normals in float32, from words `c` and `c + 1`."
-    ua, ub = _uniforms(word(seed, c), word(seed, c + u64(1)))
-    return _box_muller_fast(ua, ub)
-
-# %% ../nbs/02_rng.ipynb #3d4d6196
+# %% ../nbs/02_rng.ipynb #c808e292
 def _has_wide_product():
     try: return bool(get_host_cpu_features().get('avx512dq'))
     except RuntimeError: return False  # unknown to the compiler
@@ -323,23 +318,28 @@ def _uniform_block(z, ones, ua, ub):
 @kernel
 def _normal_block(ua, ub, out, scale):
     for k in range(ua.size):
-        x, y = _box_muller_fast(ua[k], ub[k])
+        x, y = gaussian_pair_fast(ua[k], ub[k])
         out[2 * k] = x * scale
         out[2 * k + 1] = y * scale
 
-# %% ../nbs/02_rng.ipynb #131d5cbf
+# %% ../nbs/02_rng.ipynb #ae28d3de
 @kernel
 def _gaussian_fast(seed, first, out, scale, ones):
+    ua, ub, pair = np.empty(BLOCK, f32), np.empty(BLOCK, f32), np.empty(2, f32)
+    z = seed + (first + u64(1)) * u64(GAMMA)
     if out.size and first & u64(1):
-        out[0] = gaussian_pair_fast(seed, first - u64(1))[1] * scale
-        out, first = out[1:], first + u64(1)
-    ua, ub, pairs = np.empty(BLOCK, f32), np.empty(BLOCK, f32), out.size // 2
-    for k in range(0, pairs, BLOCK):
-        n, z = min(BLOCK, pairs - k), seed + (first + u64(2 * k + 1)) * u64(GAMMA)
+        _uniform_block(z - u64(GAMMA), ones, ua[:1], ub[:1])
+        _normal_block(ua[:1], ub[:1], pair, scale)
+        out[0], out, z = pair[1], out[1:], z + u64(GAMMA)
+    for k in range(0, out.size, 2 * BLOCK):
+        n = min(BLOCK, (out.size - k) // 2)
         _uniform_block(z, ones, ua[:n], ub[:n])
-        _normal_block(ua[:n], ub[:n], out[2 * k:2 * (k + n)], scale)
+        _normal_block(ua[:n], ub[:n], out[k:k + 2 * n], scale)
+        z = z + u64(n) * u64(2 * GAMMA & MASK)
     if out.size & 1:
-        out[-1] = gaussian_pair_fast(seed, first + u64(out.size - 1))[0] * scale
+        _uniform_block(z, ones, ua[:1], ub[:1])
+        _normal_block(ua[:1], ub[:1], pair, scale)
+        out[-1] = pair[0]
 
 # %% ../nbs/02_rng.ipynb #411978a9
 def gaussian_fill_at_fast(

@@ -459,9 +459,10 @@ sums = [zlib.crc32(gaussian_fill_at_fast(1, 7, x, 0.3)), zlib.crc32(gaussian_fil
 
 
 def test_kernels_stay_in_their_types():
-    for pair, float_type in ((rng.gaussian_pair, 'float64'), (rng.gaussian_pair_fast, 'float32')):
-        compiled = njit(lambda s, c: pair(s, c))
-        compiled(u64(1), u64(0))
+    for pair, args, float_type in ((rng.gaussian_pair, (u64(1), u64(0)), 'float64'),
+                                   (rng.gaussian_pair_fast, (f32(1), f32(0)), 'float32')):
+        compiled = njit(lambda a, b: pair(a, b))
+        compiled(*args)
         result = compiled.nopython_signatures[0].return_type
         assert str(result) == f'UniTuple({float_type} x 2)'
     compiled = njit(lambda s, i: rng.word(s, i))
