@@ -74,8 +74,8 @@ def summed(ref, arrays, n):
 
 
 def contracted(ref, arrays, n):
-    "Serial sums, which BLAS makes of small matrices; test_gemm_modes.py is stricter on large ones."
-    return ref(*arrays), 2.0**-24 * max(4, math.sqrt(n)) * ref(*[abs(a) for a in arrays])
+    "As a sum: BLAS adds small products serially. test_gemm_modes.py is stricter on large ones."
+    return ref(*arrays), 1e-6 * max(1, math.log2(n)) * ref(*[abs(a) for a in arrays])
 
 
 # --- axes
@@ -117,6 +117,9 @@ PAIRS = {'equal': ('b d', 'b d', 'b d'), 'bias': ('b d', 'd', 'b d'), 'row': ('b
          'scalar': ('b d', '', 'b d'), 'numbers': ('', '', ''), 'both lack': ('b d', 'd c', 'b d c'),
          'disjoint': ('b', 'd', 'b d'), 'ones': ('b=1 d', 'b d=1', 'b d'),
          'one batch': ('b=1 d', 'd', 'b=1 d'), 'one lacks': ('d', 'c=1 d', 'd c=1')}
+
+
+FEW = {k: PAIRS[k] for k in ('equal', 'bias', 'left lacks', 'scalar')}
 
 
 def pairwise(name, f, df, close, pairs=PAIRS, **kw):
@@ -255,7 +258,6 @@ def variance_grad(gy, x, ddof):
 def no_axis(call): return (lambda *ts: call(*ts), TagError, "no axis 'z'.*b=3, d=9")
 
 
-SEEN = dict(close=exactly, smooth=False)
 TABLE = [
     # two tensors, by tag
     *pairwise('add', np.add, lambda x, y: (1, 1), exactly),
@@ -265,11 +267,12 @@ TABLE = [
     *pairwise('maximum', np.maximum, lambda x, y: (x > y, y > x), exactly),
     *pairwise('minimum', np.minimum, lambda x, y: (x < y, y < x), exactly),
     *pairwise('swiglu', lambda x, y: x * y * sigmoid(y),
-              lambda x, y: (y * sigmoid(y), x * silu_slope(y)), within(5e-7, 1e-6)),
+              lambda x, y: (y * sigmoid(y), x * silu_slope(y)), within(5e-7, 1e-6), FEW),
     *pairwise('geglu', lambda x, y: x * gelu(y), lambda x, y: (gelu(y), x * gelu_slope(y)),
-              within(5e-7, 1e-6)),
+              within(5e-7, 1e-6), FEW),
     *pairwise('glu', lambda x, y: x * sigmoid(y),
-              lambda x, y: (sigmoid(y), x * sigmoid(y) * (1 - sigmoid(y))), within(5e-7, 1e-6)),
+              lambda x, y: (sigmoid(y), x * sigmoid(y) * (1 - sigmoid(y))), within(5e-7, 1e-6),
+              FEW),
     # one tensor
     pointwise('neg', np.negative, lambda x: -1, exactly),
     pointwise('abs', np.abs, np.sign, exactly),
@@ -469,7 +472,7 @@ TABLE = [
                (lambda x: x.gather('d', [-1]), IndexOutOfBoundsError, 'index -1'),
                (lambda x: x.gather('d', [0.5]), DTypeError, 'float64'),
                (lambda x: x.gather('d', [True]), DTypeError, 'bool'),
-               (lambda x: x.gather('d', []), (DTypeError, InvalidShapeError), 'gather'),
+               (lambda x: x.gather('d', []), InvalidShapeError, 'at least one'),
                (lambda x: x.gather('d', np.int64([])), InvalidShapeError, 'at least one'),
                (lambda x: x.gather('d', [[0]]), InvalidShapeError, 'one axis'),
                (lambda x: x.gather('d', [0], 'b'), TagError, 'duplicate'),
@@ -661,9 +664,9 @@ def test_without_a_graph(op):
     assert silent.numpy().tobytes() == plain.numpy().tobytes() == op.run(*ts).numpy().tobytes()
 
 
-@every([op for op in TABLE if ', ' not in op.name or 'equal' in op.name or 'causal' not in op.name])
+@every([op for op in TABLE if ', ' not in op.name or op.name.partition(', ')[2] not in PAIRS
+        or op.name.endswith(('equal', 'bias', 'turned'))])
 def test_any_number_of_workers_gives_the_same_bits(op):
-    if ', ' in op.name and op.operands[0] == 'd': pytest.skip('as another row')
     n, seen = 2**17 // 3 + 1, set()
     arrays = data(op, n)
     for workers in (1, 2, 7):

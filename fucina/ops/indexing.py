@@ -22,7 +22,7 @@ from .named import (F32, STORAGE, Named, _intern_tags, check_dtype, narrow,
 from .losses import AllLosses
 from .views import N, only_f32
 
-# %% ../../nbs/05f_indexing.ipynb #4387e83c
+# %% ../../nbs/05f_indexing.ipynb #5069080e
 def as_indices(
     indices: Any,  # integers, one axis
     n: int,  # each must be in 0 … n - 1
@@ -30,10 +30,10 @@ def as_indices(
 ) -> np.ndarray:  # int64
     "Check indices; negative ones do not wrap around."
     a = np.asarray(indices)
-    if a.dtype.kind not in 'iu': raise DTypeError(f'{what} takes integers, got {a.dtype}')
     if a.ndim != 1:
         raise InvalidShapeError(f'{what} takes one axis of indices, got {a.shape}')
     if not a.size: raise InvalidShapeError(f'{what} takes at least one index')
+    if a.dtype.kind not in 'iu': raise DTypeError(f'{what} takes integers, got {a.dtype}')
     bad = np.flatnonzero((a < 0) | (a >= n))
     if bad.size:
         raise IndexOutOfBoundsError(f'{what}: index {a[bad[0]]} at position {bad[0]} '

@@ -87,7 +87,7 @@ def _serial_sum(x):
     for i in range(x.size): total = total + x[i]
     return total
 
-# %% ../../nbs/05e_losses.ipynb #9c478411
+# %% ../../nbs/05e_losses.ipynb #b45e14e7
 NO_LABEL = -2**63  # no label can equal it: "ignore nothing"
 
 @kernel
@@ -116,9 +116,9 @@ def as_labels(
         if known is not None and known[0] == labels and known[2:] == (classes, ignore):
             return known[1]
     a = np.asarray(labels)
-    if a.dtype.kind not in 'iu': raise DTypeError(f'labels are integers, got {a.dtype}')
     if a.size != count:
         raise InvalidDataLengthError(f'{a.size} labels for {count} positions')
+    if a.dtype.kind not in 'iu': raise DTypeError(f'labels are integers, got {a.dtype}')
     if a.dtype == np.uint64 and (a > np.uint64(2**63 - 1)).any():
         raise IndexOutOfBoundsError(f'label {a.max()} with {classes} classes')
     # A copy, since the gradient reads them again; what is checked here must not change.
