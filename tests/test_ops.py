@@ -584,6 +584,16 @@ def check(got, want, tolerance, what):
     assert (error <= tolerance).all(), f'{what}: off by {(error - tolerance).max():.3g} too much'
 
 
+def test_no_operation_is_missing():
+    public = {n for base in Tensor.__mro__[:-1] for n, f in vars(base).items()
+              if callable(f) and not n.startswith('_')}
+    no_operation = {
+        'numpy', 'item', 'tolist', 'copy_to', 'data', 'data_const', 'axis', 'dim', 'has_tag',
+        'zero_grad', 'set_grad', 'retain_grad', 'backward', 'transpose',
+        'full_like', 'zeros_like', 'ones_like', 'empty_like'}
+    assert public - no_operation <= {op.name.split()[0].rstrip(',') for op in TABLE}
+
+
 # --- values and gradients
 
 @pytest.mark.parametrize('layout', LAYOUTS)
