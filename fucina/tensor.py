@@ -24,7 +24,7 @@ from .ops.named import (STORAGE, Named, _intern_tags, check_dtype, check_shape,
                               make_constant, make_variable, narrow, result, _shaped)
 from .ops.pointwise import _f32
 
-# %% ../nbs/06_tensor.ipynb #4b6a707a
+# %% ../nbs/06_tensor.ipynb #9281694f
 class Tensor(Picks):
     "An array with named axes that can take part in a graph of operations."
 
@@ -53,7 +53,7 @@ class Tensor(Picks):
     def __rsub__(self, other: Any) -> 'Tensor': return self.neg().add_scalar(_number(other))
 
     def __rtruediv__(self, other: Any) -> 'Tensor':
-        return self.reciprocal().scale(_number(other))
+        return self._into_scalar(_number(other))
 
     def __neg__(self) -> 'Tensor': return self.neg()
 

@@ -28,7 +28,7 @@ from .ops.named import _intern_tags, check_shape, result, untracked
 from .ops.views import only_f32
 from .tensor import Tensor
 
-# %% ../nbs/06a_transforms.ipynb #e8c1b21c
+# %% ../nbs/06a_transforms.ipynb #2bada08e
 class CustomOp:
     "An operation made of a function on arrays and its VJP; see `custom_vjp`."
 
@@ -65,7 +65,7 @@ class CustomOp:
     def _node(self, xs: Any, arrays: Any, y: np.ndarray, keywords: Any) -> Node | None:
         op, state, f = self.__name__, thread_state(), self.backward
         if all([x._node is None for x in xs]): return None
-        if state.no_grad: return untracked(state, op) or None
+        if state.no_grad: return untracked(state, op)
         if f is None:
             raise MissingBackwardGradientError(f'{op} has no VJP; add one with @{op}.vjp')
         def vjp(gy, needs):

@@ -119,7 +119,7 @@ def _vjp(plan: Product, a: np.ndarray, b: Any) -> Callable:
         return dx, dw
     return vjp
 
-# %% ../../nbs/05c_contractions.ipynb #ab1d9f7a
+# %% ../../nbs/05c_contractions.ipynb #30c39aa4
 def is_frozen(w: Any) -> bool:
     "Whether `w` is a packed matrix: an object with tags, shape and `widen`."
     return not isinstance(w, Named) and hasattr(w, 'tags') and hasattr(w, 'widen')
@@ -161,7 +161,7 @@ def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
     out = multiply(state, plan.left.matrix(a), plan.right.matrix(values), plan.matrix)
     if plan.shape != plan.matrix: out = out.reshape(plan.shape)
     if node is not None or other is not None:
-        if state.no_grad: node = untracked(state, op) or None
+        if state.no_grad: node = untracked(state, op)
         else: node = Node((node, other), _vjp(plan, a, b), op, plan.shape)
     return result(type(x), state, out, plan.tags, op, node)
 

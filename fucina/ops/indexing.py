@@ -48,7 +48,7 @@ def _scatter_add(gy, indices, g):
             row, to = gy[o, i], g[o, indices[i]]
             for j in range(to.size): to[j] = to[j] + row[j]
 
-# %% ../../nbs/05f_indexing.ipynb #418c6957
+# %% ../../nbs/05f_indexing.ipynb #3b260fb1
 class Picks(AllLosses):
     "Lookup and conversion."
 
@@ -74,7 +74,7 @@ class Picks(AllLosses):
                          g.reshape(outer, a.shape[k], -1))
             return (g,)
         if node is not None:
-            if state.no_grad: node = untracked(state, 'gather') or None
+            if state.no_grad: node = untracked(state, 'gather')
             else: node = Node((node,), vjp, 'gather', shape)
         return result(type(self), state, out, tags, 'gather', node)
 
@@ -102,7 +102,7 @@ class Picks(AllLosses):
         elif dtype == self._dtype: out = a.copy()
         else: out = narrow(values, dtype)
         if node is not None:
-            if state.no_grad: node = untracked(state, 'to') or None
+            if state.no_grad: node = untracked(state, 'to')
             else: node = Node((node,), lambda gy, needs: (gy,), 'to', a.shape)
         if dtype != 'f32' and node is None: return self._make(out, self._tags, dtype)
         t = result(type(self), state, out, self._tags, 'to', node)

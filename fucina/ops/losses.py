@@ -182,7 +182,7 @@ class Losses(Rows):
         saved = x, lab, ignore, eps, stats, axis, a.shape
         return _finish(self, loss, reduction, saved)
 
-# %% ../../nbs/05e_losses.ipynb #c4550dca
+# %% ../../nbs/05e_losses.ipynb #30fedbaa
 def check_reduction(reduction: str) -> None:
     "One of the three words."
     if reduction not in ('mean', 'sum', 'none'):
@@ -209,7 +209,7 @@ def _finish(t: Any, loss: np.ndarray, reduction: str, saved: tuple) -> Any:
         g = g.reshape(shape)
         return (g if axis == len(shape) - 1 else np.moveaxis(g, -1, axis),)
     if node is not None:
-        if state.no_grad: node = untracked(state, 'cross_entropy') or None
+        if state.no_grad: node = untracked(state, 'cross_entropy')
         else: node = Node((node,), vjp, 'cross_entropy', out.shape)
     return result(type(t), state, out, _intern_tags(tags), 'cross_entropy', node)
 

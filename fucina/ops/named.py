@@ -7,12 +7,12 @@ __all__ = ['MAX_TAGS', 'F32', 'STORAGE', 'T', 'C', 'check_dtype', 'narrow', 'wid
            'Axes', 'Values', 'Storage', 'Gradients', 'Copies', 'Named', 'make_variable', 'make_constant', 'result',
            'untracked']
 
-# %% ../../nbs/04_named.ipynb #3d566481
+# %% ../../nbs/04_named.ipynb #381ca664
 import math
 from collections.abc import Sequence
 from html import escape
 from operator import index
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -543,7 +543,7 @@ def _borrow(a: Any, dtype: str | None) -> tuple[np.ndarray, str]:
         raise UnsupportedViewError(f'cannot borrow a strided array of shape {a.shape}')
     return a, fits[0]
 
-# %% ../../nbs/04_named.ipynb #6b6f9b51
+# %% ../../nbs/04_named.ipynb #d6087e77
 _new = object.__new__
 
 def result(
@@ -563,10 +563,9 @@ def result(
         node.versions = tuple(p.version if isinstance(p, Leaf) else 0 for p in node.parents)
     return t
 
-def untracked(state: ThreadState, op: str) -> Literal[False]:
-    "False; called for a tracked operand while gradients are off."
+def untracked(state: ThreadState, op: str) -> None:
+    "No node: called for a tracked operand while gradients are off."
     if state.outsiders is not None:
         raise CheckpointCapturedVariableError(
             f'{op} inside a checkpointed block uses a tracked tensor that is not an input '
             'of the block; pass it as an input')
-    return False

@@ -184,7 +184,7 @@ def _cos_grad(gy, x, gx): np.multiply(np.negative(np.sin(x, out=gx), out=gx), gy
 
 def _neg_grad(gy, x, gx): np.negative(gy, out=gx)
 
-# %% ../../nbs/05_pointwise.ipynb #74da179a
+# %% ../../nbs/05_pointwise.ipynb #1e373625
 def unary(x: N, op: str, forward: Callable, grad: Callable, saves: int,
           scalars: tuple = ()) -> N:
     "A pointwise operation; `grad` reads the input (`saves` = 0) or the output (1)."
@@ -198,7 +198,7 @@ def unary(x: N, op: str, forward: Callable, grad: Callable, saves: int,
     if a.size < LEAST and not scalars: forward(a.reshape(-1), out.reshape(-1))
     else: each(forward, a, out, scalars=scalars)
     if node is not None:
-        if state.no_grad: node = untracked(state, op) or None
+        if state.no_grad: node = untracked(state, op)
         else:
             saved = out if saves else a
             def vjp(gy, needs):
@@ -316,7 +316,7 @@ class Activations(Functions):
         return unary(self, 'clamp', lambda lo, hi, x, y: np.clip(x, lo, hi, out=y),
                      _clamp_grad, 0, (lo, hi))
 
-# %% ../../nbs/05_pointwise.ipynb #fdb3ef05
+# %% ../../nbs/05_pointwise.ipynb #3d4ddad4
 def _scale(s, x, y): np.multiply(x, s, out=y)
 def _scale_grad(s, gy, x, gx): np.multiply(gy, s, out=gx)
 def _shift(s, x, y): np.add(x, s, out=y)
@@ -329,6 +329,12 @@ def _power_grad(e, gy, x, gx):
     np.multiply(np.multiply(gx, e, out=gx), gy, out=gx)
 
 S = TypeVar('S', bound='Scalars')
+
+def _into(s, x, y): np.divide(s, x, out=y)
+
+def _into_grad(s, gy, x, gx):
+    np.divide(np.divide(-s, x, out=gx), x, out=gx)
+    np.multiply(gx, gy, out=gx)
 
 class Scalars(Activations):
     "Arithmetic with one number."
@@ -350,6 +356,10 @@ class Scalars(Activations):
     def div_scalar(self: S, s: float) -> S:
         "x · (1/s), with 1/s rounded to float32."
         with np.errstate(divide='ignore'): return self.scale(f32(1) / _f32(s))
+
+    def _into_scalar(self: N, s: float) -> N:
+        "s / x"
+        return unary(self, 'div', _into, _into_grad, 0, (_f32(s),))
 
     def pow_scalar(self: N, e: float) -> N:
         "x^e"
@@ -404,7 +414,7 @@ def pull(gy: np.ndarray, back: Any) -> np.ndarray:
     if gone: gy = sum_axes(thread_state(), gy, gone)
     return gy.transpose(order).reshape(shape) if gy.ndim > 1 else gy.reshape(shape)
 
-# %% ../../nbs/05_pointwise.ipynb #eabf6be1
+# %% ../../nbs/05_pointwise.ipynb #d6229a60
 _plans: dict[Any, Plan] = {}
 
 def plan_for(x: Named, y: Named, op: str) -> Plan:
@@ -452,7 +462,7 @@ def binary(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N:
 def _finish(x, y, op, state, out, tags, a, b, back, make_vjp):
     node, other = x._node, y._node
     if node is not None or other is not None:
-        if state.no_grad: node = untracked(state, op) or None
+        if state.no_grad: node = untracked(state, op)
         else: node = Node((node, other), make_vjp(a, b, back), op, out.shape)
     return result(type(x), state, out, tags, op, node)
 

@@ -21,7 +21,7 @@ from .named import F32, Named, _intern_tags, result, untracked, widen
 from .pointwise import Pointwise
 from .views import N, only_f32, sum_axes
 
-# %% ../../nbs/05a_reductions.ipynb #36517651
+# %% ../../nbs/05a_reductions.ipynb #8adb8af0
 def f32_values(x: Named, op: str) -> np.ndarray:
     "The values of a float tensor in float32; a tracked 16-bit tensor is refused."
     a = x._live(op)
@@ -40,7 +40,7 @@ def reduced(
     "The tensor of a reduction."
     state, node = thread_state(), x._node
     if node is not None:
-        if state.no_grad: node = untracked(state, op) or None
+        if state.no_grad: node = untracked(state, op)
         else: node = Node((node,), lambda gy, needs: (back(np.expand_dims(gy, gone)),),
                           op, data.shape)
     tags = _intern_tags(tuple([t for k, t in enumerate(x._tags) if k not in gone]))

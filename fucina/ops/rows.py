@@ -23,7 +23,7 @@ from .reductions import f32_values
 from .views import N, _sum_cols, lane_sum, only_f32
 from ..rng import _ln_fast
 
-# %% ../../nbs/05d_rows.ipynb #5b0798a5
+# %% ../../nbs/05d_rows.ipynb #ff4d8024
 @inline
 def ln32(z):
     "ln z in float32 for z >= 1; infinities and NaN pass through."
@@ -56,7 +56,7 @@ def row_op(x: N, op: str, out: np.ndarray, tags: tuple[str, ...],
     "The tensor of an operation with one tracked operand."
     state, node = thread_state(), x._node
     if node is not None:
-        if state.no_grad: node = untracked(state, op) or None
+        if state.no_grad: node = untracked(state, op)
         else: node = Node((node,), lambda gy, needs: (back(gy),), op, out.shape)
     return result(type(x), state, out, tags, op, node)
 
@@ -244,7 +244,7 @@ def _layer_norm_grad(eps, inv_n, w, gy, x, gx, gw, first):
             to[j] = s * (to[j] - mg - hat * mgx)
             part[j] = g[j] * hat
 
-# %% ../../nbs/05d_rows.ipynb #212b5fe5
+# %% ../../nbs/05d_rows.ipynb #775216e8
 def _vector(x: Named, v: Any, tag: str, what: str) -> np.ndarray:
     "A weight or bias along `tag`, checked."
     if not isinstance(v, Named): raise TypeError(f'{what} must be a tensor')
@@ -275,7 +275,7 @@ def _normalise(x: Any, op: str, tag: str, forward: Callable, backward: Callable,
         return out
     node = None
     if any(n is not None for n in nodes):
-        if state.no_grad: node = untracked(state, op) or None
+        if state.no_grad: node = untracked(state, op)
         else: node = Node(nodes, vjp, op, shape)
     return result(type(x), state, like(y, shape, axis), x._tags, op, node)
 

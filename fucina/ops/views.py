@@ -120,14 +120,14 @@ def shrink_to(
     axes = tuple([k for k, (n, m) in enumerate(zip(g.shape, shape)) if n != m])
     return sum_axes(state, g, axes).reshape(shape)
 
-# %% ../../nbs/04a_views.ipynb #9211e424
+# %% ../../nbs/04a_views.ipynb #d208395e
 N = TypeVar('N', bound=Named)
 
 def only_f32(x: Named, op: str) -> None:
     "Refuse a 16-bit operand that would have to be tracked."
     if x._dtype is not F32 and x._node is not None:
         state = thread_state()
-        if state.no_grad: return None if untracked(state, op) else None
+        if state.no_grad: return untracked(state, op)
         raise UnsupportedGradientError(f'{op} cannot differentiate {x._describe()}; '
                                        'use x.to("f32"), or x as right side of dot')
 
@@ -142,7 +142,7 @@ def as_view(
     state, node = thread_state(), x._node
     if node is not None:
         only_f32(x, op)
-        if state.no_grad: node = None if untracked(state, op) else None
+        if state.no_grad: node = untracked(state, op)
         else: node = Node((node,), lambda gy, needs: (back(gy),), op, data.shape)
     if x._dtype is F32: return result(type(x), state, data, tags, op, node)
     t = x._make(data, tags, x._dtype)
