@@ -689,6 +689,47 @@ def test_any_number_of_workers_gives_the_same_bits(op):
     assert len(seen) == 1
 
 
+def test_any_two_operands_meet():
+    "Random axes, orders and sizes of 1: lining up, and the way back of both gradients."
+    g = np.random.default_rng(0)
+    for _ in range(400):
+        sizes = {t: int(g.integers(1, 4)) for t in 'abcd'}
+        specs = []
+        for _ in range(2):
+            tags = [t for t in g.permutation(list('abcd')) if g.random() < 0.6]
+            specs.append(' '.join(f'{t}={1 if g.random() < 0.3 else sizes[t]}' for t in tags))
+        (s, n), (t, m) = (axes(spec, 0) for spec in specs)
+        x, y = (variable(g.standard_normal(shape), tags) for tags, shape in ((s, n), (t, m)))
+        out = s + tuple(v for v in t if v not in s)
+        want = lift(x.numpy(), specs[0], ' '.join(out)) * lift(y.numpy(), specs[1], ' '.join(out))
+        z = x * y
+        assert z.tags == out and np.array_equal(z.numpy(), want), specs
+        gy = g.standard_normal(z.shape)
+        z.backward(gy)
+        for v, other, spec, shape in ((x, y, specs[0], n), (y, x, specs[1], m)):
+            o = lift(other.numpy(), specs[1] if v is x else specs[0], ' '.join(out))
+            np.testing.assert_allclose(v.grad.numpy(), lower(
+                gy.astype(f32) * o * np.ones(z.shape), spec, ' '.join(out), shape),
+                rtol=1e-4, atol=1e-5, err_msg=str(specs))
+
+
+def test_any_two_operands_contract():
+    g = np.random.default_rng(1)
+    for _ in range(300):
+        sizes = {t: int(g.integers(1, 4)) for t in 'abcde'}
+        s, t = ([v for v in g.permutation(list('abcde')) if g.random() < 0.6] for _ in range(2))
+        out = [v for v in g.permutation(list('abcde')) if v in s + t and g.random() < 0.6]
+        op = product('', (' '.join(s), ' '.join(t)), ' '.join(out), None)
+        x, w = (variable(g.standard_normal([sizes[v] for v in tags]), tags) for tags in (s, t))
+        y = x.einsum(w, out)
+        a, b = x.numpy().astype(np.float64), w.numpy().astype(np.float64)
+        np.testing.assert_allclose(y.numpy(), op.ref(a, b), rtol=1e-4, atol=1e-4)
+        gy = g.standard_normal(y.shape)
+        y.backward(gy)
+        for v, want in zip((x, w), op.grad(gy, a, b)):
+            np.testing.assert_allclose(v.grad.numpy(), want, rtol=1e-4, atol=1e-4)
+
+
 # --- dtypes
 
 def halves(op, dtype, make=constant):

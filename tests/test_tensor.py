@@ -374,12 +374,16 @@ def test_operators():
                       (b - a, (m - n).T), (-a, -n), (abs(-a), n), (a**2, n * n), (a + 1, n + 1),
                       (1 + a, 1 + n), (1 - a, 1 - n), (a - 1, n - 1), (2 * a, 2 * n),
                       (a * np.float64(0.1), n * np.float32(0.1)), (a / 4, n / 4),
-                      (3 / a, np.float32(3) / n), (np.int64(3) * a, 3 * n)):
+                      (3 / a, np.float32(3) / n), (0.1 / (a + 6), np.float32(0.1) / (n + 6)),
+                      (np.int64(3) * a, 3 * n)):
         assert np.array_equal(got.numpy(), want.astype(np.float32))
     c = a
     c += b
     assert c is not a and a.numpy()[0, 0] == 1
     with pytest.raises(TypeError): a @ b
+    w = variable([2, -4], 'd')
+    (3 / w).backward([1, 10])
+    assert w.grad.tolist() == [-0.75, -1.875]
 
 
 @pytest.mark.parametrize('bad', [

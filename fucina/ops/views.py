@@ -276,7 +276,7 @@ class Reshape(Reorder):
         return as_view(x, np.broadcast_to(a, shape), names, 'broadcast_to',
                        lambda gy: shrink_to(thread_state(), gy, a.shape))
 
-# %% ../../nbs/04a_views.ipynb #c928d0db
+# %% ../../nbs/04a_views.ipynb #254d3b70
 class Views(Reshape):
     "Pieces, and copies."
 
@@ -325,7 +325,6 @@ class Views(Reshape):
 
     def flatten(self: N, tag: str) -> N:
         "All axes as one, row-major; a copy only if the memory is strided."
-        x = self.contiguous()  # type: ignore[attr-defined]
+        names, x = _intern_tags((tag,)), self.contiguous()  # type: ignore[attr-defined]
         shape = x._data.shape
-        return as_view(x, x._data.reshape(-1), _intern_tags((tag,)), 'flatten',
-                       lambda gy: gy.reshape(shape))
+        return as_view(x, x._data.reshape(-1), names, 'flatten', lambda gy: gy.reshape(shape))
