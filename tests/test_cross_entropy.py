@@ -313,6 +313,18 @@ def test_many_different_lists():
     assert abs(x.cross_entropy('class', [0, 1, 2]).item() - exact(x.numpy(), [0, 1, 2])[0]) < 1e-6
 
 
+def test_a_single_row_of_logits():
+    x = variable([0.5, 2, -1], 'class')
+    for labels in ([1], 1, np.int64(1), constant(1, ''), constant([1], 'n')):
+        for reduction in ('mean', 'sum', 'none'):
+            x.zero_grad()
+            loss = x.cross_entropy('class', labels, reduction=reduction)
+            loss.backward()
+            want, grad = exact(x.numpy()[None], [1])
+            assert loss.shape == () and abs(loss.item() - want) < 1e-6
+            np.testing.assert_allclose(x.grad.numpy(), grad[0], rtol=0, atol=1e-6)
+
+
 # --- rules shared with other operations
 
 def test_16_bit_logits_are_read_in_float32():

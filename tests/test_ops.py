@@ -689,6 +689,31 @@ def test_any_number_of_workers_gives_the_same_bits(op):
     assert len(seen) == 1
 
 
+def poison(context):
+    for shelf in context.pool.free.values():
+        for a in shelf: a.fill(np.nan)
+
+
+@every()
+def test_recycled_memory_never_shows_through(op):
+    "Results and gradients in buffers that held NaN equal those in fresh memory."
+    def step(ts):
+        y = op.run(*ts)
+        if op.grad is not None: y.backward(np.linspace(-1, 1, y.size).reshape(y.shape))
+        seen = [v.numpy().tobytes() for v in (y, *[t.grad for t in ts if op.grad is not None])]
+        for t in ts: t.zero_grad()
+        return seen
+    ts = operands(op)
+    plain = step(ts)
+    with ExecContext() as context:
+        for _ in range(3):
+            with exec_scope(): assert step(ts) == plain
+            poison(context)
+        fresh = context.stats()['fresh']
+        with exec_scope(): assert step(ts) == plain
+        assert context.stats()['fresh'] == fresh and context.stats()['escaped'] == 0
+
+
 def test_any_two_operands_meet():
     "Random axes, orders and sizes of 1: lining up, and the way back of both gradients."
     g = np.random.default_rng(0)

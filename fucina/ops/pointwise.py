@@ -414,7 +414,7 @@ def pull(gy: np.ndarray, back: Any) -> np.ndarray:
     if gone: gy = sum_axes(thread_state(), gy, gone)
     return gy.transpose(order).reshape(shape) if gy.ndim > 1 else gy.reshape(shape)
 
-# %% ../../nbs/05_pointwise.ipynb #d6229a60
+# %% ../../nbs/05_pointwise.ipynb #da9ede31
 _plans: dict[Any, Plan] = {}
 
 def plan_for(x: Named, y: Named, op: str) -> Plan:
@@ -448,7 +448,7 @@ def binary(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N:
     if y._tags is not tags or b.shape != shape:
         plan = plan_for(x, y, op)
         tags, shape, back = plan.tags, plan.shape, plan.back
-        if plan.row and op == 'add' and a.flags.c_contiguous:
+        if plan.row and op == 'add' and a.flags.c_contiguous and b.flags.c_contiguous:
             out = empty(state, shape)
             _add_row(a, b, out)
             return _finish(x, y, op, state, out, tags, a, b, back, make_vjp)
