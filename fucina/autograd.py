@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['RETAIN', 'DONE', 'IN_SCOPE', 'SWEEP', 'Node', 'Leaf', 'backward', 'no_grad', 'is_grad_enabled']
 
-# %% ../nbs/03a_autograd.ipynb #3ee48249
+# %% ../nbs/03a_autograd.ipynb #f912b5a6
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
+from sys import getrefcount
 from typing import Any, NoReturn
 
 import numpy as np
@@ -44,7 +45,7 @@ class Node:
 
 def _cut(gy, needs): raise UseAfterScopeError('the graph behind this result was released')
 
-# %% ../nbs/03a_autograd.ipynb #f5e1b0f1
+# %% ../nbs/03a_autograd.ipynb #3bec2ebf
 class Leaf(Node):
     "A trainable array's end of the graph: gradients add up here until cleared."
 
@@ -66,7 +67,7 @@ class Leaf(Node):
         "Add `g` to the gradient."
         if self.grad is None:
             buffer = self.buffer
-            if buffer is None or sys.getrefcount(buffer) > _ONE or not EXACT:
+            if buffer is None or getrefcount(buffer) > _ONE or not EXACT:
                 return self._place(g)
             np.copyto(buffer, g)
             self.grad = buffer
@@ -77,7 +78,7 @@ class Leaf(Node):
     def writable_grad(self) -> np.ndarray | None:
         "The gradient, in memory that no snapshot shows; None if there is none."
         a = self.grad
-        if a is not None and (sys.getrefcount(a) > _TWO or not EXACT):
+        if a is not None and (getrefcount(a) > _TWO or not EXACT):
             self._place(a)
             a = self.grad
         return a
@@ -91,17 +92,17 @@ class Leaf(Node):
         "Clear the gradient; the buffer stays for the next one."
         self.grad = None
 
-# %% ../nbs/03a_autograd.ipynb #f1748132
+# %% ../nbs/03a_autograd.ipynb #15447f66
 class _Probe:
     __slots__ = ('buffer', 'grad')
 
     def one(self):
         buffer = self.buffer
-        return sys.getrefcount(buffer)
+        return getrefcount(buffer)
 
     def two(self):
         a = self.grad
-        return sys.getrefcount(a)
+        return getrefcount(a)
 
 _probe = _Probe()
 _probe.buffer = np.empty(1, f32)
@@ -181,19 +182,19 @@ def _refuse(node: Node, p: Node, g: Any) -> NoReturn:
     raise ShapeMismatchError(f'the VJP of {node.op} returned shape {g.shape} '
                              f'for an operand of shape {p.shape}')
 
-# %% ../nbs/03a_autograd.ipynb #cc59fd6b
+# %% ../nbs/03a_autograd.ipynb #cad0a026
 def _recycle(arena: Record) -> None:
     "Put the buffers that nobody holds back on their shelves, looking at the last few."
     owned, held = arena.owned, []
     n, arena.peak = len(owned), max(arena.peak, arena.held())
     for _ in range(n if not n & (n - 1) else min(16, n)):
         a, shelf = owned.pop()
-        if sys.getrefcount(a) == ALONE: shelf.append(a)
+        if getrefcount(a) == ALONE: shelf.append(a)
         else: held.append((a, shelf))
     arena.pool.taken += n - len(owned) - len(held)
     owned.extend(reversed(held))
 
-# %% ../nbs/03a_autograd.ipynb #f78511e2
+# %% ../nbs/03a_autograd.ipynb #7bb27e42
 def backward(
     root: Node,  # the node of the result to differentiate
     seed: np.ndarray,  # float32, shape of the result: its own gradient
@@ -218,7 +219,8 @@ def backward(
         if scope is not None and arena is not None:
             arena.closed = True
             arena.release()
-            scope.peak = max(scope.peak, arena.peak, arena.nbytes)
+            most = max(arena.peak, arena.nbytes)
+            if most > scope.peak: scope.peak = most
     root.flags |= DONE
 
 # %% ../nbs/03a_autograd.ipynb #46f0445c

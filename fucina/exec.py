@@ -6,11 +6,12 @@
 __all__ = ['ALONE', 'EXACT', 'GEMM_MODES', 'Pool', 'ThreadState', 'thread_state', 'empty', 'Block', 'place', 'Record',
            'ExecScope', 'set_gemm', 'get_gemm', 'ExecContext', 'current_context', 'exec_scope']
 
-# %% ../nbs/03_exec.ipynb #4e774113
+# %% ../nbs/03_exec.ipynb #fce0fb07
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from sys import getrefcount
 from threading import get_ident
 from typing import Any
 from weakref import ref
@@ -21,11 +22,11 @@ from .errors import (ContextClosedError, ContextThreadError, InvalidConfigError,
                            ScopeClosedError, ScopeOrderError)
 from .kernels import f32, set_workers
 
-# %% ../nbs/03_exec.ipynb #c9b24a15
+# %% ../nbs/03_exec.ipynb #c3b28738
 def _take_alone(owned: list[tuple[np.ndarray, list]]) -> int:
     "References to the last array of `owned` while it is taken out."
     a, _ = owned.pop()
-    return sys.getrefcount(a)
+    return getrefcount(a)
 
 ALONE = _take_alone([(np.empty(1, f32), [])])
 # Counts are exact only under the global lock; without it nothing is reused.
@@ -139,7 +140,7 @@ def place(
         if number is not None and start <= at < stop: line = number
     return f'{code.co_filename}:{line}'
 
-# %% ../nbs/03_exec.ipynb #1ab326f5
+# %% ../nbs/03_exec.ipynb #bb78cca8
 class Record:
     "The open half of a scope: what was made inside it."
 
@@ -157,16 +158,17 @@ class Record:
 
     def release(self) -> None:
         "Drop every result, newest first, and recycle what nobody sees."
-        results, owned, pool = self.results, self.owned, self.pool
-        self.count, self.nbytes = max(self.count, len(results)), self.held()
+        results, owned, pool, nbytes = self.results, self.owned, self.pool, self.nbytes
+        self.count = max(self.count, len(results))
         while results: results.pop()._release(self)
         keep, count = pool.cap > 0 and EXACT, len(owned)
         try:
             while owned:
                 a, shelf = owned.pop()
-                if sys.getrefcount(a) == ALONE and keep: shelf.append(a)
+                if getrefcount(a) == ALONE and keep: shelf.append(a)
                 else: pool.escaped += keep
-        finally: pool.taken += count - len(owned)
+                nbytes += a.nbytes
+        finally: pool.taken, self.nbytes = pool.taken + count - len(owned), nbytes
         if pool.most > pool.cap: self._limit()
 
     def _limit(self) -> None:
@@ -180,11 +182,26 @@ class Record:
 
     def held(self) -> int:
         "Bytes of the arrays it owns."
-        return sum([a.nbytes for a, _ in self.owned]) or self.nbytes
+        return sum([a.nbytes for a, _ in self.owned], self.nbytes)
 
     def opened_at(self) -> str:
         "`file:line` of the statement that opened the scope."
         return place(self.where)
+
+    def close(self) -> None:
+        "Close an innermost scope."
+        scopes = self.context.scopes
+        if not scopes or scopes[-1] is not self or self.state is not _local.state:
+            self._refuse()
+        self.finish()
+
+    def _refuse(self) -> None:
+        name = f'the scope opened at {self.opened_at()}'
+        if self.closed: raise ScopeClosedError(f'{name} is closed already')
+        if self.state is not _local.state:
+            raise ContextThreadError(f'{name} belongs to another thread')
+        raise ScopeOrderError(f'{name} is not the innermost; close the one opened at '
+                              f'{self.context.scopes[-1].opened_at()} first')
 
     def finish(self, _: Any = None) -> None:
         "Close, and before that, after a mishap, what is still open inside."
@@ -196,7 +213,7 @@ class Record:
             scopes.remove(self)
         self.closed, self.watch = True, None
 
-# %% ../nbs/03_exec.ipynb #071e3d83
+# %% ../nbs/03_exec.ipynb #c92cfb45
 class ExecScope(Block):
     "A block whose results are released together; made by `exec_scope`."
 
@@ -214,14 +231,23 @@ class ExecScope(Block):
         if self._record is not None:
             raise ScopeClosedError(f'the scope opened at {self._record.opened_at()} '
                                    'cannot be entered again; make a new one')
-        context = self._context or current_context()
-        context._push(self, (frame.f_code, frame.f_lasti))
+        s = _local.state
+        current = s.contexts[-1] if s.contexts else current_context()
+        context = self._context or current
+        context._check()
+        if context is not current:
+            raise ContextThreadError('this context is not the current one; use `with ctx:`')
+        record = Record(context, s.scope, (frame.f_code, frame.f_lasti))
+        record.state, record.watch = s, ref(self._exit() or self, record.finish)
+        self._record = record
+        context.scopes.append(record)
+        s.scope = record
         return self
 
     def _leave(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
         record: Any = self._record
         if kind is not None: return record.finish()
-        try: record.context._pop(record)
+        try: record.close()
         except ScopeOrderError:  # nothing is closed, not even when the statement is over
             self._exit = _nobody
             record.watch = self._watch(record.finish)
@@ -302,7 +328,7 @@ class _Entry:
         if self in c._entries: c._entries.remove(self)
         c._thread, self.on, self.watch = self.thread, False, None
 
-# %% ../nbs/03_exec.ipynb #117bb16b
+# %% ../nbs/03_exec.ipynb #7183be94
 class ExecContext(Block):
     "Buffers, scopes and policies of one thread at a time."
 
@@ -347,30 +373,6 @@ class ExecContext(Block):
     def _check(self) -> None:
         if self.closed: raise ContextClosedError('this context has been closed')
 
-    def _push(self, handle: ExecScope, where: tuple[Any, int]) -> None:
-        self._check()
-        s = _local.state
-        if self is not current_context():
-            raise ContextThreadError('this context is not the current one; use `with ctx:`')
-        record = Record(self, s.scope, where)
-        record.state, record.watch = s, handle._watch(record.finish)
-        handle._record = record
-        self.scopes.append(record)
-        s.scope = record
-
-    def _pop(self, record: Record) -> None:
-        if record.closed:
-            raise ScopeClosedError(f'the scope opened at {record.opened_at()} '
-                                   'is closed already')
-        if self._thread not in (None, get_ident()):
-            raise ContextThreadError(f'the scope opened at {record.opened_at()} belongs '
-                                     'to another thread')
-        if not self.scopes or self.scopes[-1] is not record:
-            inner = self.scopes[-1].opened_at() if self.scopes else 'nowhere'
-            raise ScopeOrderError(f'the scope opened at {record.opened_at()} is not the '
-                                  f'innermost; close the one opened at {inner} first')
-        record.finish()
-
     def exec_scope(self) -> ExecScope:
         "A scope on this context, to be used in a `with` statement."
         return ExecScope(self)
@@ -382,7 +384,7 @@ class ExecContext(Block):
     def close_exec_scope(self, scope: ExecScope) -> None:
         "Close the innermost scope, which must be `scope`."
         if scope._record is None: raise ScopeClosedError('the scope was never opened')
-        self._pop(scope._record)
+        scope._record.close()
 
     @property
     def exec_scope_active(self) -> bool:
