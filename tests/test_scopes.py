@@ -492,6 +492,62 @@ def test_stale_contents_never_leak(ctx):
     assert job.bits() == clean.bits()
 
 
+EVERYTHING = {
+    'arithmetic': lambda x, v: (x + v) * (x - v) / (x * x + v).add_scalar(3),
+    'maximum': lambda x, v: x.maximum(v) + v.minimum(x), 'power': lambda x, v: x.pow_scalar(2),
+    'functions': lambda x, v: x.exp().log1p().sqrt().rsqrt().sin().cos().abs().neg(),
+    'activations': lambda x, v: x.relu().tanh().sigmoid().silu().gelu().leaky_relu(),
+    'gates': lambda x, v: x.swiglu(v) + x.geglu(v.scale(2)) + x.glu(x),
+    'dropout': lambda x, v: x.dropout(0.4, 1) * x.dropout(0.4, 2),
+    'sums': lambda x, v: x * x.sum('b') + x.mean('a') + x.sum('a b') + x.sum_all(),
+    'extremes': lambda x, v: x.max('b') + x.min('b') + x.variance('b'),
+    'products': lambda x, v: x.dot(x.with_tags('c b'), 'b').dot(x.with_tags('c d'), 'c'),
+    'einsum': lambda x, v: x.einsum(x.permute_to('b a').with_tags('b c'), 'c a'),
+    'softmax': lambda x, v: x.softmax('b') + x.log_softmax('a') * x.logsumexp('b'),
+    'norms': lambda x, v: x.rms_norm('b', 1e-5, v) + x.layer_norm('a', 1e-5)
+        + x.layer_norm('b', 1e-5, v, v),
+    'losses': lambda x, v: x.cross_entropy('b', [0] * 6, label_smoothing=0.1)
+        + x.mse_loss(x.scale(2)) + x.cross_entropy('a', [1] * 4, reduction='none'),
+    'picks': lambda x, v: x.gather('a', [0, 2, 2, 5]).sum('b') + fucina.concat(
+        'a', [x.narrow('a', 1, 2), x.narrow('a', 0, 2)]).select('b', 1),
+    'views': lambda x, v: x.split('a', 'a c', (2, 3)).merge('d', 'a c').permute_to('b d')
+        .contiguous().flatten('e').split('e', 'b d', (4, 6)).insert_axis('z', 1).squeeze('z'),
+    'broadcast': lambda x, v: v.broadcast_to('a b', (6, 4)) * x + v.align_to('z b').squeeze('z'),
+    'stack': lambda x, v: fucina.stack('s', 0, [x, x.tanh(), x]).materialize().max('s'),
+    'casts': lambda x, v: x.to('bf16').to('f32') * x,
+    'checkpoint': lambda x, v: fucina.checkpoint(lambda x, v: (x * v).tanh() * x, x, v),
+    'one value many times': lambda x, v: x + x + x * x + x.detach() * x}
+
+
+@pytest.mark.parametrize('name', EVERYTHING)
+def test_nothing_reads_a_buffer_that_was_given_back(name, monkeypatch):
+    "Sweep after every node of the backward pass, and poison what is unused."
+    rows, recycle = (6, 4), fucina.autograd._recycle
+
+    def poisoned(arena):
+        recycle(arena)
+        for shelf in arena.free.values():
+            for a in shelf: a.fill(np.nan)
+
+    def run(scoped):
+        x = fucina.uniform(rows, 'a b', 1, 0.5, 1.5, requires_grad=True)
+        v = fucina.uniform(4, 'b', 2, 0.5, 1.5, requires_grad=True)
+        with ExecContext() as c:
+            for _ in range(3):
+                s = c.open_exec_scope() if scoped else None
+                y = EVERYTHING[name](x, v).tanh()
+                y = y * y
+                y.sum_all().backward()
+                out = bits(y)
+                if s: c.close_exec_scope(s)
+        return out, bits(x.grad), None if v.grad is None else bits(v.grad)
+    plain = run(False)
+    monkeypatch.setattr(fucina.autograd, 'SWEEP', -1)
+    monkeypatch.setattr(fucina.autograd, '_recycle', poisoned)
+    assert np.isfinite(np.uint32(plain[1]).view(f32)).all()
+    assert run(True) == plain
+
+
 def test_without_exact_counts_nothing_is_reused(monkeypatch):
     monkeypatch.setattr(fucina.exec, 'EXACT', False)
     monkeypatch.setattr(fucina.autograd, 'EXACT', False)
