@@ -94,6 +94,18 @@ def test_site_points_to_the_home_of_the_project():
     assert (ROOT/SITE['format']['html']['css']).exists()
 
 
+def test_workflows_run_what_exists():
+    flows = {path.stem: path.read_text(encoding='utf-8')
+             for path in ROOT.glob('.github/workflows/*.yml')}
+    jobs = yaml.safe_load(flows['tests'])['jobs']
+    tested = jobs['linux']['strategy']['matrix']['python']
+    assert tested == [c[-4:] for c in TOML['project']['classifiers'] if 'Python :: 3.' in c]
+    files = re.findall(r'tests/test_\w+\.py', flows['tests'])
+    assert files and all((ROOT/name).exists() for name in files)
+    targets = re.findall(r'^([a-z]+):', (ROOT/'Makefile').read_text(encoding='utf-8'), re.M)
+    assert set(re.findall(r'make (\w+)', ''.join(flows.values()))) <= set(targets)
+
+
 def imported(path):
     "The modules of this package that a file imports, at its top or inside a function."
     package = ['fucina', *path.relative_to(ROOT/'fucina').parts[:-1]]
