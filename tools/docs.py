@@ -26,13 +26,17 @@ def page(name):
 
 
 class Document(exec_show_docs):
-    "Loads the module first: an annotation may name a class that a later cell defines."
+    "Runs what is exported and what documents it, with the module's names at hand."
     def begin(self):
         super().begin()
-        for cell in self.nb.cells:
+        for cell in self.nb.cells:  # an annotation may name a class of a later cell
             for name in cell.directives_.get('default_exp', ()):
                 module = vars(import_module(f'fucina.{name}'))
                 self.k.user_ns.update({k: module[k] for k in module if k[:2] != '__'})
+
+    def __call__(self, cell):
+        exported = cell.directives_.keys() & {'export', 'exports', 'exporti'}
+        if exported or re.search(r'^show_doc\(', cell.source, re.M): super().__call__(cell)
 
 
 def processed(path, home, source):
@@ -68,5 +72,5 @@ def stage(folder):
 
 if __name__ == '__main__':
     target = Path(sys.argv[1]).resolve()
-    os.chdir(ROOT/'nbs')  # where the cells that load what is documented expect to run
+    os.chdir(ROOT)  # nbdev looks for its settings here
     stage(target)
