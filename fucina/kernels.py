@@ -6,8 +6,9 @@
 __all__ = ['f32', 'f64', 'i32', 'i64', 'u32', 'u64', 'CHUNK', 'LEAST', 'kernel', 'inline', 'set_num_threads', 'get_num_threads',
            'set_workers', 'num_workers', 'parallel_for', 'chunk_squares', 'sum_squares']
 
-# %% ../nbs/01a_kernels.ipynb #47932589
+# %% ../nbs/01a_kernels.ipynb #60cf3563
 import os
+import signal
 import threading
 from collections.abc import Callable
 from operator import index
@@ -22,11 +23,27 @@ from .errors import DTypeError, InvalidConfigError
 f32, f64 = np.float32, np.float64
 i32, i64, u32, u64 = np.int32, np.int64, np.uint32, np.uint64
 
-# %% ../nbs/01a_kernels.ipynb #0f5d12be
+# %% ../nbs/01a_kernels.ipynb #51f0fdc5
+def _whole(work):
+    "`work`, at the end of which an interrupt takes effect that came meanwhile."
+    def run(*args, **keywords):
+        old, heard = signal.getsignal(signal.SIGINT), []
+        if not callable(old) or threading.current_thread() is not threading.main_thread():
+            return work(*args, **keywords)       # Ctrl-C goes to the main thread alone
+        try:
+            signal.signal(signal.SIGINT, lambda *what: heard.append(what))
+            return work(*args, **keywords)
+        finally:
+            signal.signal(signal.SIGINT, old)
+            if heard: old(*heard[0])
+    return run
+
 def _compile(f, **options):
     compiled = njit(nogil=True, error_model='numpy', fastmath=False, **options)(f)
     # With NUMBA_DISABLE_JIT it is still `f`, and as silent as machine code on overflow.
-    return np.errstate(all='ignore')(f) if compiled is f else compiled
+    if compiled is f: return np.errstate(all='ignore')(f)
+    compiled.compile = _whole(compiled.compile)
+    return compiled
 
 # %% ../nbs/01a_kernels.ipynb #39c83bea
 def kernel(

@@ -141,7 +141,8 @@ def later(seconds):
 @pytest.fixture
 def alarm():
     if not hasattr(signal, 'setitimer'): return (yield)
-    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    def ctrl_c(*what): signal.raise_signal(signal.SIGINT)
+    old = signal.signal(signal.SIGALRM, ctrl_c)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, old)
@@ -180,6 +181,38 @@ def test_interrupt_while_chunks_run(alarm):
         except KeyboardInterrupt: before = out.copy()
         time.sleep(0.01)
         assert np.array_equal(out, before) and leftovers() == []
+
+
+def test_a_compilation_is_finished_first(alarm):
+    "Half of one would spoil the compiler for the rest of the process."
+    hits = 0
+    for n in range(6):
+        place = {}
+        exec(f'def f(x, y):\n for i in range(y.size): y[i] = x[i] * x[i] + {n}', place)
+        k, x, y = kernels.kernel(place['f']), np.arange(3.0), np.empty(3)
+        try:
+            later(0.005 + 0.03 * n)
+            k(x, y)
+            time.sleep(1)
+        except KeyboardInterrupt: hits += 1
+        assert len(k.nopython_signatures) == 1
+        k(x, y)
+        assert y.tolist() == [n, 1 + n, 4 + n]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert hits == 6
+
+
+def test_a_compilation_in_a_thread_leaves_the_handler_alone():
+    def f(x, y): y[0] = x[0]
+    k, seen = kernels.kernel(f), []
+
+    def work():
+        k(np.ones(1), np.ones(1))
+        seen.append(signal.getsignal(signal.SIGINT))
+    t = threading.Thread(target=work)
+    t.start()
+    t.join()
+    assert seen == [signal.default_int_handler]
 
 
 def test_interrupted_exit_of_each_block():
