@@ -327,4 +327,5 @@ class Views(Reshape):
         "All axes as one, row-major; a copy only if the memory is strided."
         names, x = _intern_tags((tag,)), self.contiguous()  # type: ignore[attr-defined]
         shape = x._data.shape
-        return as_view(x, x._data.reshape(-1), names, 'flatten', lambda gy: gy.reshape(shape))
+        flat = x._data.reshape(-1)
+        return as_view(x, flat, names, 'flatten', lambda gy: gy.reshape(shape))
