@@ -15,3 +15,17 @@ from .tensor import (Tensor, constant, empty, from_bits, from_numpy, full, gathe
                      kaiming_uniform, normal, ones, rand, randn, scalar, uniform, variable,
                      xavier_uniform, zeros)
 from .transforms import GradcheckResult, checkpoint, custom_vjp, gradcheck
+
+# The error classes are reachable as `fucina.TagError` too; they are listed in `fucina.errors`.
+__all__ = [
+    'data', 'errors', 'nn', 'optim', 'rng',
+    'Tensor', 'variable', 'constant', 'from_numpy', 'from_bits', 'zeros', 'ones', 'full', 'empty',
+    'scalar', 'uniform', 'rand', 'normal', 'randn', 'kaiming_uniform', 'xavier_uniform',
+    'gather', 'concat', 'stack', 'einsum_many',
+    'exec_scope', 'ExecContext', 'current_context', 'no_grad', 'is_grad_enabled',
+    'checkpoint', 'custom_vjp', 'gradcheck', 'GradcheckResult', 'Batches',
+    'set_gemm', 'get_gemm', 'set_num_threads', 'get_num_threads', 'config', 'warmup',
+]
+
+
+def __dir__() -> list[str]: return [*__all__, '__version__']

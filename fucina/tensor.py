@@ -6,7 +6,7 @@
 __all__ = ['Tensor', 'variable', 'constant', 'from_numpy', 'from_bits', 'gather', 'full', 'zeros', 'ones', 'empty', 'scalar',
            'uniform', 'rand', 'normal', 'randn', 'kaiming_uniform', 'xavier_uniform']
 
-# %% ../nbs/06_tensor.ipynb #abd9b6eb
+# %% ../nbs/06_tensor.ipynb #ef73e17f
 import math
 from collections.abc import Sequence
 from operator import index
@@ -16,21 +16,22 @@ import numpy as np
 
 from . import rng
 from .autograd import Leaf
+from .dtypes import DTYPES
 from .errors import DTypeError, InvalidShapeError, TagError
 from .kernels import f32
 from .exec import thread_state
 from .ops.indexing import Picks, as_indices
-from .ops.named import (STORAGE, Named, _intern_tags, check_dtype, check_shape,
+from .ops.named import (Named, _intern_tags, check_dtype, check_shape,
                               make_constant, make_variable, narrow, result, _shaped)
 from .ops.pointwise import _f32
 
-# %% ../nbs/06_tensor.ipynb #9281694f
+# %% ../nbs/06_tensor.ipynb #754bc9fb
 class Tensor(Picks):
     "An array with named axes that can take part in a graph of operations."
 
     __slots__ = ()
 
-    def __init__(self):
+    def __init__(self, *args: Any, **keywords: Any):
         raise TypeError('make tensors with variable(data, tags) or constant(data, tags)')
 
     def __add__(self, other: Any) -> 'Tensor':
@@ -61,6 +62,12 @@ class Tensor(Picks):
 
     def __abs__(self) -> 'Tensor': return self.abs()
 
+    def __matmul__(self, other: Any) -> 'Tensor':
+        raise TypeError('a product names the axis it sums over: x.dot(w, tag)')
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else str(self)
+
     def zeros_like(self) -> 'Tensor':
         "Zeros with these tags, shape and dtype."
         return zeros(self.shape, self._tags, self._dtype)
@@ -78,12 +85,12 @@ class Tensor(Picks):
         return empty(self.shape, self._tags, self._dtype)
 
 def _number(v: Any) -> Any:
-    if isinstance(v, np.ndarray):
-        raise TypeError(f'an array of shape {v.shape} has no tags; wrap it with '
-                        'constant(array, tags)')
+    if isinstance(v, (np.ndarray, list, tuple)):
+        raise TypeError(f'{type(v).__name__} of shape {np.shape(v)} has no tags; wrap it '
+                        'with constant(data, tags)')
     return v
 
-# %% ../nbs/06_tensor.ipynb #1cff8734
+# %% ../nbs/06_tensor.ipynb #5b0a164c
 def variable(
     data: Any,  # numbers: nested lists, an array or a tensor
     tags: Any,  # 'batch in', ('batch', 'in') or a number of axes
@@ -124,7 +131,7 @@ def from_bits(
         raise DTypeError(f'bits are f16 or bf16, not {dtype!r}')
     if a.dtype != np.uint16: raise DTypeError(f'bits are uint16, got {a.dtype}')
     names = _intern_tags(tags)
-    a = _shaped(a.copy(order='C').view(STORAGE[dtype]), names, None)
+    a = _shaped(a.copy(order='C').view(DTYPES[dtype]), names, None)
     return Tensor._make(a, names, dtype, Leaf(a.shape) if requires_grad else None)
 
 # %% ../nbs/06_tensor.ipynb #86cab6a1
@@ -146,7 +153,7 @@ def gather(
     tags = _intern_tags((tag if out_tag is None else out_tag,) + tuple(table.tags[1:]))
     return result(Tensor, thread_state(), table.rows(at), tags, 'gather', None)
 
-# %% ../nbs/06_tensor.ipynb #d450efd8
+# %% ../nbs/06_tensor.ipynb #9decdd67
 def _wrap(a: np.ndarray, tags: tuple[str, ...], dtype: str, requires_grad: bool) -> Tensor:
     if requires_grad and dtype == 'i64': raise DTypeError('i64 tensors have no gradient')
     if dtype in ('f16', 'bf16') and a.dtype == f32: a = narrow(a, dtype)
@@ -189,7 +196,7 @@ def ones(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32', *,
 def empty(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32') -> Tensor:
     "Arbitrary contents, to be written."
     sizes, names, dtype = _blank(shape, tags, dtype)
-    return _wrap(np.empty(sizes, STORAGE[dtype]), names, dtype, False)
+    return _wrap(np.empty(sizes, DTYPES[dtype]), names, dtype, False)
 
 def scalar(value: float) -> Tensor:
     "A tensor without axes."

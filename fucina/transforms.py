@@ -28,7 +28,7 @@ from .ops.named import _intern_tags, check_shape, result, untracked
 from .ops.views import only_f32
 from .tensor import Tensor
 
-# %% ../nbs/06a_transforms.ipynb #2bada08e
+# %% ../nbs/06a_transforms.ipynb #9d265640
 class CustomOp:
     "An operation made of a function on arrays and its VJP; see `custom_vjp`."
 
@@ -36,6 +36,9 @@ class CustomOp:
         self.forward, self.tags = forward, tags
         self.backward: Callable[..., Any] | None = None
         self.__name__, self.__doc__ = forward.__name__, forward.__doc__
+
+    def __repr__(self) -> str:
+        return f'custom operation {self.__name__}{"" if self.backward else ", no VJP yet"}'
 
     def vjp(self, f: Callable[..., Any]) -> Callable[..., Any]:
         "Register `f(gy, y, *inputs, **keywords, needs)`: an array or None per input."
@@ -70,7 +73,7 @@ class CustomOp:
             raise MissingBackwardGradientError(f'{op} has no VJP; add one with @{op}.vjp')
         def vjp(gy, needs):
             grads = f(gy, y, *arrays, **keywords, needs=tuple(needs))
-            if grads is None or isinstance(grads, np.ndarray): grads = (grads,)
+            if not isinstance(grads, (tuple, list)): grads = (grads,)
             if len(grads) != len(xs_tags):
                 raise MissingBackwardGradientError(f'the VJP of {op} returned {len(grads)} '
                                                    f'gradients for {len(xs_tags)} inputs')

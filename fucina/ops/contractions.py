@@ -119,7 +119,7 @@ def _vjp(plan: Product, a: np.ndarray, b: Any) -> Callable:
         return dx, dw
     return vjp
 
-# %% ../../nbs/05c_contractions.ipynb #30c39aa4
+# %% ../../nbs/05c_contractions.ipynb #61113e76
 def is_frozen(w: Any) -> bool:
     "Whether `w` is a packed matrix: an object with tags, shape and `widen`."
     return not isinstance(w, Named) and hasattr(w, 'tags') and hasattr(w, 'widen')
@@ -129,7 +129,8 @@ def _left(x: Named, op: str) -> None:
     if x._data is None: x._dead(op)
     if x._dtype is not F32:
         only_f32(x, op)
-        raise DTypeError(f'{op}: the left operand must be f32, got {x._describe()}')
+        raise DTypeError(f'{op}: the left operand must be f32, got {x._describe()}; '
+                         'convert it with to("f32")')
 
 def _right(w: Any, op: str) -> Any:
     "The right operand's float32 values, or a function that widens them."

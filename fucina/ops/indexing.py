@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['as_indices', 'Picks', 'concat', 'stack']
 
-# %% ../../nbs/05f_indexing.ipynb #a3abd1ce
+# %% ../../nbs/05f_indexing.ipynb #38f1abfb
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Node
+from ..dtypes import DTYPES
 from ..errors import (DTypeError, GradientCastUnsupportedError, IndexOutOfBoundsError,
                            InvalidShapeError, ShapeMismatchError, TagError)
 from ..exec import empty, thread_state
 from ..kernels import kernel
-from .named import (F32, STORAGE, Named, _intern_tags, check_dtype, narrow,
+from .named import (F32, Named, _intern_tags, check_dtype, narrow,
                               result, untracked, widen)
 from .losses import AllLosses
 from .views import N, only_f32
@@ -109,7 +110,7 @@ class Picks(AllLosses):
         if dtype != 'f32': t._dtype = dtype
         return t
 
-# %% ../../nbs/05f_indexing.ipynb #8d4314b4
+# %% ../../nbs/05f_indexing.ipynb #a279750b
 def _alike(ts: Sequence[Any], what: str, free: str | None) -> None:
     "All tensors, same dtype and tags, same sizes but along `free`."
     if not ts: raise TypeError(f'{what} takes at least one tensor')
@@ -142,7 +143,7 @@ def _join(ts: Sequence[N], what: str, tags: tuple[str, ...], out: np.ndarray,
 
 def _space(x: Named, shape: tuple[int, ...]) -> np.ndarray:
     if x._dtype is F32: return empty(thread_state(), shape)
-    return np.empty(shape, STORAGE[x._dtype])
+    return np.empty(shape, DTYPES[x._dtype])
 
 # %% ../../nbs/05f_indexing.ipynb #70ac0ced
 def concat(

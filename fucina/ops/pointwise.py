@@ -88,7 +88,11 @@ def each(
     parallel_for(flat[-1].size, task)
     return arrays[-1]
 
-# %% ../../nbs/05_pointwise.ipynb #80e8755e
+# %% ../../nbs/05_pointwise.ipynb #357bf390
+@kernel
+def _exp(x, y):
+    for i in range(y.size): y[i] = exp32(x[i])
+
 @kernel
 def _tanh(x, y):
     for i in range(y.size): y[i] = tanh32(x[i])
@@ -233,7 +237,7 @@ def _f32(
         raise TypeError(f'{what} must be a real number, got {s!r}')
     with np.errstate(over='ignore'): return f32(s)
 
-# %% ../../nbs/05_pointwise.ipynb #78b965c7
+# %% ../../nbs/05_pointwise.ipynb #aad81a57
 class Functions(Views):
     "Functions of one tensor."
 
@@ -249,7 +253,7 @@ class Functions(Views):
 
     def exp(self: N) -> N:
         "e^x"
-        return unary(self, 'exp', np.exp, np.multiply, 1)
+        return unary(self, 'exp', _exp, np.multiply, 1)
 
     def log(self: N) -> N:
         "ln x"
@@ -615,7 +619,8 @@ class Pointwise(Arithmetic):
         a, rate = self._live('dropout'), _f32(p, 'p')
         if not 0 <= rate < 1:
             raise InvalidDropoutError(f'dropout needs 0 <= p < 1, got {p}')
-        if self._dtype == 'i64': raise DTypeError(f'dropout needs floats: {self._describe()}')
+        if self._dtype == 'i64':
+            raise DTypeError(f'dropout needs floats: {self._describe()}')
         if rate == 0: return as_view(self, a, self._tags, 'dropout', lambda gy: gy)
         if self._dtype is not F32:
             return in_f32('dropout', lambda x: x.dropout(rate, seed), self)

@@ -50,7 +50,7 @@ def spread(gy: np.ndarray, shape: tuple[int, ...], s: np.float32) -> np.ndarray:
     "`s · gy`, repeated to `shape`."
     return np.multiply(gy, s, out=empty(thread_state(), shape))
 
-# %% ../../nbs/05a_reductions.ipynb #8b33c93d
+# %% ../../nbs/05a_reductions.ipynb #bd2e31da
 class Sums(Pointwise):
     "Sums and means over named axes, in float32 and in a fixed order."
 
@@ -68,11 +68,11 @@ class Sums(Pointwise):
         if s != 1: np.multiply(out, s, out=out)
         return reduced(self, op, out, axes, lambda gy: spread(gy, a.shape, s))
 
-    def sum(self: N, tags: Any) -> N:
+    def sum(self: N, tags: Any = ()) -> N:
         "Sum over one or several axes."
         return self._sum(self._axes(tags), 'sum', f32(1))  # type: ignore[attr-defined]
 
-    def mean(self: N, tags: Any) -> N:
+    def mean(self: N, tags: Any = ()) -> N:
         "Sum times float32(1/n)."
         axes = self._axes(tags)  # type: ignore[attr-defined]
         n = math.prod([self.shape[k] for k in axes])
