@@ -658,10 +658,13 @@ def test_record_and_keywords(kind):
     assert opt.lr == f32(0.2) and type(opt.lr) is f32
     with pytest.raises(TypeError): kind(config, lr=1)
     with pytest.raises(TypeError, match='learning_rate'): kind(learning_rate=1)
-    with pytest.raises(TypeError, match='must be a'): kind(0.1)
+    with pytest.raises(TypeError, match='as keywords or as one'): kind(0.1)
+    weights = [fucina.variable([1.0], 'd')]
+    with pytest.raises(TypeError, match='register .* add_param'): kind(weights, lr=0.1)
+    with pytest.raises(TypeError, match='for p in model.param'): opt.add_param(weights)
     with pytest.raises(AttributeError, match='rate'): opt.config.rate = 1
     other = optim.AdamConfig() if kind is not optim.Adam else optim.AdamWConfig()
-    with pytest.raises(TypeError, match='must be a'): kind(other)
+    with pytest.raises(TypeError, match='as keywords or as one'): kind(other)
 
 
 @kinds

@@ -19,7 +19,7 @@ from .param import Clipping
 
 # %% ../../nbs/11f_group.ipynb #b39debd0
 class AnyOptimizer:
-    "One optimizer of any kind, seen through the six calls that all have."
+    "One optimizer of any kind, seen through the four calls that all have."
 
     def __init__(self, optimizer: Any): self.optimizer = optimizer
 
@@ -27,8 +27,6 @@ class AnyOptimizer:
     def zero_grad(self) -> None: self.optimizer.zero_grad()
     def grad_squared_norm(self) -> np.float64: return self.optimizer.grad_squared_norm()
     def scale_gradients(self, factor: float) -> None: self.optimizer.scale_gradients(factor)
-    def save_state(self, writer: Any) -> None: self.optimizer.save_state(writer)
-    def load_state(self, reader: Any) -> None: self.optimizer.load_state(reader)
 
 def any_optimizer(
     opt: Any,  # an optimizer

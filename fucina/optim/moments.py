@@ -150,9 +150,11 @@ class Registry(Clipping):
     ):
         kind = self.config_type
         if config is None: config = kind(**fields)
-        elif fields: raise TypeError(f'a {kind.__name__} or keywords, not both')
         elif type(config) is not kind:
-            raise TypeError(f'config must be a {kind.__name__}, got {config!r}')
+            raise TypeError(f'{type(self).__name__} takes its settings, as keywords or as '
+                            f'one {kind.__name__}, got {type(config).__name__}; then '
+                            'register each parameter with add_param')
+        elif fields: raise TypeError(f'one {kind.__name__} or keywords, not both')
         self.config, self.slots = shallow_copy(config), Slots()
 
 # %% ../../nbs/11a_moments.ipynb #84fac79f

@@ -29,7 +29,8 @@ from ..ops.named import Named
 def _checked(t):
     "`t`, if it can be trained."
     if not isinstance(t, Named):
-        raise TypeError(f'a parameter is a Tensor, got {type(t).__name__}')
+        raise TypeError(f'a parameter is one Tensor, got {type(t).__name__}; those of a '
+                        'model go in a loop: for p in model.parameters(): opt.add_param(p)')
     if t.dtype not in ('f32', 'f16', 'bf16'):
         raise DTypeError(f'a parameter is f32, f16 or bf16: {t._describe()}')
     if not t.is_leaf:
