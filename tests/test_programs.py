@@ -105,7 +105,8 @@ def test_command_answers(capsys):
     assert 'numpy' in capsys.readouterr().out
     for name in cli.COMMANDS:
         assert cli.main([name, '--help']) == 0
-        assert f'usage: fucina {name}' in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f'usage: fucina {name}' in out and (name != 'config' or 'BLAS' in out)
 
 
 @pytest.mark.parametrize('argv', [['train'], ['--verbose'], ['spirals', '--step', '3'],

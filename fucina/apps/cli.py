@@ -33,7 +33,8 @@ def show_config(
     "The command `fucina config`."
     from fucina.apps.program import Parser
     from fucina.environment import config
-    Parser('config', f'{COMMANDS["config"]}.'.capitalize()).parse_args(argv)
+    purpose = COMMANDS['config']
+    Parser('config', f'{purpose[0].upper()}{purpose[1:]}.').parse_args(argv)
     print(config())
     return 0
 
