@@ -446,7 +446,7 @@ def _table(a: np.ndarray, tags: tuple[str, ...]) -> str:
     rows, cols = names[-2], names[-1]
     finite = np.abs(grid[np.isfinite(grid)]) if grid.dtype.kind == 'f' else np.abs(grid)
     top = float(finite.max()) if finite.size else 0.0
-    count = range(grid.shape[1] if cols else 0)
+    count = range(len(grid[0]) if cols else 0)
     head = ''.join(f'<th>{escape(cols)} {j}</th>' for j in count)
     body = ''
     for i, row in enumerate(grid.tolist()):
