@@ -111,7 +111,7 @@ _probe.grad = _probe.buffer
 _TWO = _probe.two()
 del _probe
 
-# %% ../nbs/03a_autograd.ipynb #f277f32a
+# %% ../nbs/03a_autograd.ipynb #82f7a51d
 _passes = iter(range(1, sys.maxsize))
 
 def _count(root: Node, debug: bool) -> None:
@@ -138,13 +138,14 @@ def _count(root: Node, debug: bool) -> None:
                     p.grad, p.private = None, False
                     stack.append(p)
 
+# %% ../nbs/03a_autograd.ipynb #0cac73c6
 def _check_versions(node: Node) -> None:
     for p, version in zip(node.parents, getattr(node, 'versions', ())):
         if isinstance(p, Leaf) and p.version != version:
             raise StaleGraphError(f'a parameter of shape {p.shape} used by {node.op} was '
                                   'changed between the forward and the backward pass')
 
-# %% ../nbs/03a_autograd.ipynb #ff1ecf10
+# %% ../nbs/03a_autograd.ipynb #99a7d8cf
 def _propagate(state: ThreadState, root: Node, arena: Record | None) -> None:
     "Call VJPs in order and hand their pieces to the operands, left to right."
     ready, waste = [root], 0
@@ -173,6 +174,7 @@ def _propagate(state: ThreadState, root: Node, arena: Record | None) -> None:
                 waste = 0
                 _recycle(arena)
 
+# %% ../nbs/03a_autograd.ipynb #c95ef311
 _ONE_NEED, SWEEP = (True,), 2**18
 
 def _refuse(node: Node, p: Node, g: Any) -> NoReturn:
@@ -223,7 +225,7 @@ def backward(
             if most > scope.peak: scope.peak = most
     root.flags |= DONE
 
-# %% ../nbs/03a_autograd.ipynb #46f0445c
+# %% ../nbs/03a_autograd.ipynb #d2869ec5
 class _Off:
     "One time `no_grad` was entered, to be undone once."
 
@@ -233,6 +235,7 @@ class _Off:
         if self.on:
             self.on, self.watch, self.state.no_grad = False, None, self.state.no_grad - 1
 
+# %% ../nbs/03a_autograd.ipynb #aa4b1e39
 class no_grad(Block, ContextDecorator):
     "A block, or a decorated function, whose operations are not recorded."
 
@@ -254,6 +257,7 @@ class no_grad(Block, ContextDecorator):
 
     def _recreate_cm(self): return no_grad()
 
+# %% ../nbs/03a_autograd.ipynb #c823e40e
 def is_grad_enabled() -> bool:
     "Whether this thread records operations for a backward pass."
     return not thread_state().no_grad

@@ -25,7 +25,7 @@ from .ops.named import (Named, _intern_tags, check_dtype, check_shape,
                               make_constant, make_variable, narrow, result, _shaped)
 from .ops.pointwise import _f32
 
-# %% ../nbs/06_tensor.ipynb #754bc9fb
+# %% ../nbs/06_tensor.ipynb #61c3273c
 class Tensor(Picks):
     "An array with named axes that can take part in a graph of operations."
 
@@ -84,13 +84,14 @@ class Tensor(Picks):
         "Arbitrary contents with these tags, shape and dtype."
         return empty(self.shape, self._tags, self._dtype)
 
+# %% ../nbs/06_tensor.ipynb #ba5dc873
 def _number(v: Any) -> Any:
     if isinstance(v, (np.ndarray, list, tuple)):
         raise TypeError(f'{type(v).__name__} of shape {np.shape(v)} has no tags; wrap it '
                         'with constant(data, tags)')
     return v
 
-# %% ../nbs/06_tensor.ipynb #5b0a164c
+# %% ../nbs/06_tensor.ipynb #bb1846d6
 def variable(
     data: Any,  # numbers: nested lists, an array or a tensor
     tags: Any,  # 'batch in', ('batch', 'in') or a number of axes
@@ -101,6 +102,7 @@ def variable(
     "A trainable tensor with its own copy of `data`."
     return make_variable(Tensor, data, tags, dtype, shape)
 
+# %% ../nbs/06_tensor.ipynb #d605adca
 def constant(
     data: Any,  # numbers: nested lists, an array or a tensor
     tags: Any,
@@ -112,6 +114,7 @@ def constant(
     "A tensor without gradient."
     return make_constant(Tensor, data, tags, dtype, shape, copy)
 
+# %% ../nbs/06_tensor.ipynb #8a108d46
 def from_numpy(
     array: np.ndarray,  # C-contiguous; its memory is shared
     tags: Any,
@@ -119,6 +122,7 @@ def from_numpy(
     "A constant that borrows an array."
     return constant(array, tags, copy=False)
 
+# %% ../nbs/06_tensor.ipynb #67916972
 def from_bits(
     bits: Any,  # uint16: raw bits
     tags: Any,
@@ -153,7 +157,7 @@ def gather(
     tags = _intern_tags((tag if out_tag is None else out_tag,) + tuple(table.tags[1:]))
     return result(Tensor, thread_state(), table.rows(at), tags, 'gather', None)
 
-# %% ../nbs/06_tensor.ipynb #9decdd67
+# %% ../nbs/06_tensor.ipynb #1c70374f
 def _wrap(a: np.ndarray, tags: tuple[str, ...], dtype: str, requires_grad: bool) -> Tensor:
     if requires_grad and dtype == 'i64': raise DTypeError('i64 tensors have no gradient')
     if dtype in ('f16', 'bf16') and a.dtype == f32: a = narrow(a, dtype)
@@ -169,6 +173,7 @@ def _blank(shape: Any, tags: Any, dtype: str = 'f32') -> tuple[
     check_shape(sizes, names)
     return sizes, names, dtype
 
+# %% ../nbs/06_tensor.ipynb #204fe33b
 def full(
     shape: Sequence[int] | int,
     value: float,
@@ -183,26 +188,30 @@ def full(
     else: one = np.full(sizes, _f32(value, 'value'), f32)
     return _wrap(one, names, dtype, requires_grad)
 
+# %% ../nbs/06_tensor.ipynb #039732c5
 def zeros(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32', *,
           requires_grad: bool = False) -> Tensor:
     "Zeros."
     return full(shape, 0, tags, dtype, requires_grad=requires_grad)
 
+# %% ../nbs/06_tensor.ipynb #255255e5
 def ones(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32', *,
          requires_grad: bool = False) -> Tensor:
     "Ones."
     return full(shape, 1, tags, dtype, requires_grad=requires_grad)
 
+# %% ../nbs/06_tensor.ipynb #26c0fa7d
 def empty(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32') -> Tensor:
     "Arbitrary contents, to be written."
     sizes, names, dtype = _blank(shape, tags, dtype)
     return _wrap(np.empty(sizes, DTYPES[dtype]), names, dtype, False)
 
+# %% ../nbs/06_tensor.ipynb #3cfc9b3c
 def scalar(value: float) -> Tensor:
     "A tensor without axes."
     return full((), value, ())
 
-# %% ../nbs/06_tensor.ipynb #c1af6808
+# %% ../nbs/06_tensor.ipynb #706f3a6e
 def _drawn(fill: Any, shape: Any, tags: Any, requires_grad: bool) -> Tensor:
     sizes, names, _ = _blank(shape, tags)
     return _wrap(fill(np.empty(sizes, f32)), names, 'f32', requires_grad)
@@ -219,11 +228,13 @@ def uniform(
     "Uniform noise in [lo, hi)."
     return _drawn(lambda a: rng.uniform_fill(seed, a, lo, hi), shape, tags, requires_grad)
 
+# %% ../nbs/06_tensor.ipynb #2f4328a0
 def rand(shape: Sequence[int] | int, tags: Any, seed: int, *,
          requires_grad: bool = False) -> Tensor:
     "Uniform noise in [0, 1)."
     return uniform(shape, tags, seed, requires_grad=requires_grad)
 
+# %% ../nbs/06_tensor.ipynb #10fcba33
 def normal(
     shape: Sequence[int] | int,
     tags: Any,
@@ -236,12 +247,13 @@ def normal(
     "Normal noise around `mean`."
     return _drawn(lambda a: rng.normal_fill(seed, a, mean, std), shape, tags, requires_grad)
 
+# %% ../nbs/06_tensor.ipynb #eceebd2a
 def randn(shape: Sequence[int] | int, tags: Any, seed: int, *,
           requires_grad: bool = False) -> Tensor:
     "Standard normal noise."
     return normal(shape, tags, seed, requires_grad=requires_grad)
 
-# %% ../nbs/06_tensor.ipynb #496e68d3
+# %% ../nbs/06_tensor.ipynb #d16cbd89
 def kaiming_uniform(
     shape: Sequence[int] | int,
     tags: Any,
@@ -256,6 +268,7 @@ def kaiming_uniform(
     def fill(a): return rng.kaiming_uniform_fill(seed, a, n)
     return _drawn(fill, shape, tags, requires_grad)
 
+# %% ../nbs/06_tensor.ipynb #db47dc2f
 def xavier_uniform(
     shape: Sequence[int] | int,
     tags: Any,

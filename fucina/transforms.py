@@ -28,7 +28,7 @@ from .ops.named import _intern_tags, check_shape, result, untracked
 from .ops.views import only_f32
 from .tensor import Tensor
 
-# %% ../nbs/06a_transforms.ipynb #9d265640
+# %% ../nbs/06a_transforms.ipynb #b6e72f50
 class CustomOp:
     "An operation made of a function on arrays and its VJP; see `custom_vjp`."
 
@@ -81,6 +81,7 @@ class CustomOp:
         xs_tags = [x.tags for x in xs]
         return Node(tuple([x._node for x in xs]), vjp, op, y.shape)
 
+# %% ../nbs/06a_transforms.ipynb #d14d1431
 def custom_vjp(
     forward: Callable[..., Any] | None = None,  # float32 arrays -> float32 array
     *,
@@ -90,7 +91,7 @@ def custom_vjp(
     if forward is None: return lambda f: CustomOp(f, tags)
     return CustomOp(forward, tags)
 
-# %% ../nbs/06a_transforms.ipynb #1dd798ee
+# %% ../nbs/06a_transforms.ipynb #d10b8938
 @dataclass(frozen=True)
 class GradcheckResult:
     "How far apart numerical and analytical gradients were."
@@ -113,6 +114,7 @@ def _slope(f: Callable[..., Any], inputs: tuple, flat: np.ndarray, i: int,
         return (high - _loss(f, inputs)) / (float(up) - float(down))
     finally: flat[i] = v
 
+# %% ../nbs/06a_transforms.ipynb #6fd5d960
 def gradcheck(
     loss_fn: Callable[..., Any],  # (*inputs) -> scalar tensor
     *inputs: Any,  # every f32 variable among them is checked
@@ -160,7 +162,7 @@ def _compare(f, inputs, leaves, grads, eps, abs_tol, rel_tol) -> GradcheckResult
             worst_rel = max(worst_rel, error / (float(max(abs(g[i]), abs(num))) or 1))
     return GradcheckResult(count, worst, worst_rel)
 
-# %% ../nbs/06a_transforms.ipynb #51d925e7
+# %% ../nbs/06a_transforms.ipynb #9b9cc3f0
 def _bare(x: Tensor, leaf: bool) -> Tensor:
     node = Leaf(x.shape) if leaf else None
     return x._make(x._live('checkpoint'), x._tags, x._dtype, node)
@@ -182,6 +184,7 @@ def _run_bare(run: Callable[..., Any], xs: list[Tensor]) -> tuple[np.ndarray, An
         np.copyto(out, y._live('checkpoint'))
         return out, y.tags
 
+# %% ../nbs/06a_transforms.ipynb #711c1338
 def _check_output(y: Any) -> None:
     if not isinstance(y, Tensor) or y.dtype != 'f32':
         raise CheckpointOutputNotDifferentiableError('a checkpointed block returns one f32 '
@@ -189,6 +192,7 @@ def _check_output(y: Any) -> None:
     if y._node is not None: raise CheckpointCapturedVariableError(
         f'a checkpointed block returns {y._describe()}, which is not made of its inputs')
 
+# %% ../nbs/06a_transforms.ipynb #dffbc65e
 def checkpoint(
     block: Callable[..., Any],  # (*inputs) or (extra, *inputs) -> one f32 tensor; pure
     *inputs: Tensor,  # every trainable tensor the block uses

@@ -55,7 +55,7 @@ class Side:
         if g.shape != self.full: g = g.reshape(self.full)
         return g if self.back is None else g.transpose(self.back)
 
-# %% ../../nbs/05c_contractions.ipynb #ba327729
+# %% ../../nbs/05c_contractions.ipynb #6994bc87
 class Product:
     "The plan of one contraction."
 
@@ -78,6 +78,7 @@ class Product:
         self.matrix = self.left.shape[:len(self.left.shape) - 2] + (
             math.prod([sizes[t] for t in rows]), math.prod([sizes[t] for t in cols]))
 
+# %% ../../nbs/05c_contractions.ipynb #2b5e7866
 def shared_tags(x: Any, w: Any, over: tuple[str, ...], op: str) -> tuple[str, ...]:
     "The tags of both operands, whose sizes must agree."
     shared = tuple([t for t in x.tags if t in w.tags])
@@ -87,6 +88,7 @@ def shared_tags(x: Any, w: Any, over: tuple[str, ...], op: str) -> tuple[str, ..
                                             f'{t}={n}, right has {t}={m}')
     return shared
 
+# %% ../../nbs/05c_contractions.ipynb #913c9e6d
 def describe(x: Any) -> str:
     "Tags and sizes of a tensor or a frozen matrix."
     return '[' + ', '.join(f'{t}={n}' for t, n in zip(x.tags, x.shape)) + ']'
@@ -119,7 +121,7 @@ def _vjp(plan: Product, a: np.ndarray, b: Any) -> Callable:
         return dx, dw
     return vjp
 
-# %% ../../nbs/05c_contractions.ipynb #61113e76
+# %% ../../nbs/05c_contractions.ipynb #38dd6684
 def is_frozen(w: Any) -> bool:
     "Whether `w` is a packed matrix: an object with tags, shape and `widen`."
     return not isinstance(w, Named) and hasattr(w, 'tags') and hasattr(w, 'widen')
@@ -145,6 +147,7 @@ def _right(w: Any, op: str) -> Any:
     raise TypeError(f'{op} takes a tensor, got {type(w).__name__}; '
                     'wrap arrays with constant(array, tags)')
 
+# %% ../../nbs/05c_contractions.ipynb #0c62ab67
 def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
     "Sum the product of `x` and `w` over the tags `over`."
     a: Any = x._data
@@ -166,7 +169,7 @@ def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
         else: node = Node((node, other), _vjp(plan, a, b), op, plan.shape)
     return result(type(x), state, out, plan.tags, op, node)
 
-# %% ../../nbs/05c_contractions.ipynb #4abd262f
+# %% ../../nbs/05c_contractions.ipynb #ee3e17bd
 class Contractions(Reductions):
     "Products summed over named axes."
 
@@ -201,6 +204,7 @@ class Contractions(Reductions):
         y = contract(x, w, over, 'einsum')
         return y if y._tags is names else y.permute_to(names)  # type: ignore[attr-defined]
 
+# %% ../../nbs/05c_contractions.ipynb #8b6db99f
 def einsum_many(
     out_tags: Any,
     *ts: Any,  # two tensors or more

@@ -110,7 +110,7 @@ class Picks(AllLosses):
         if dtype != 'f32': t._dtype = dtype
         return t
 
-# %% ../../nbs/05f_indexing.ipynb #a279750b
+# %% ../../nbs/05f_indexing.ipynb #d938db2a
 def _alike(ts: Sequence[Any], what: str, free: str | None) -> None:
     "All tensors, same dtype and tags, same sizes but along `free`."
     if not ts: raise TypeError(f'{what} takes at least one tensor')
@@ -129,6 +129,7 @@ def _alike(ts: Sequence[Any], what: str, free: str | None) -> None:
             if n != m and tag != free: raise ShapeMismatchError(
                 f'{what}: {x._describe()} and {t._describe()} differ in {tag!r}')
 
+# %% ../../nbs/05f_indexing.ipynb #d2585543
 def _join(ts: Sequence[N], what: str, tags: tuple[str, ...], out: np.ndarray,
           cuts: list[Any]) -> N:
     "Fill `out` piece by piece and record that gradients are the same pieces."

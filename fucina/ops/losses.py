@@ -22,7 +22,7 @@ from .reductions import f32_values
 from .rows import Rows, ln32
 from .views import N, lane_sum
 
-# %% ../../nbs/05e_losses.ipynb #d9b9f7c9
+# %% ../../nbs/05e_losses.ipynb #2b0c8c97
 BLOCK = 4096  # elements of a block of rows: they stay in the first cache
 
 @kernel
@@ -38,6 +38,7 @@ def _shifted_exp(x, stats, e):
     flat = e.reshape(-1)
     for j in range(flat.size): flat[j] = exp32(flat[j])
 
+# %% ../../nbs/05e_losses.ipynb #3af85f54
 @kernel
 def _xent(ignore, eps, x, labels, stats, loss):
     k = x.shape[1]
@@ -58,7 +59,7 @@ def _xent(ignore, eps, x, labels, stats, loss):
             if eps > f32(0): v = v - share * lane_sum(xs[i])
             out[i] = v
 
-# %% ../../nbs/05e_losses.ipynb #6d79c5e2
+# %% ../../nbs/05e_losses.ipynb #58222eaf
 @kernel
 def _xent_grad(ignore, eps, x, labels, stats, gy, gx):
     "gx = e^(x - m) · (r / Z) - (ε / K) · r, and (1 - ε) · r less at the label; r = gy."
@@ -81,13 +82,14 @@ def _xent_grad(ignore, eps, x, labels, stats, gy, gx):
             for j in range(k): to[j] = to[j] * a - b
             to[ls[i]] = to[ls[i]] - (f32(1) - eps) * r
 
+# %% ../../nbs/05e_losses.ipynb #e6a62a04
 @kernel
 def _serial_sum(x):
     total = f32(0)
     for i in range(x.size): total = total + x[i]
     return total
 
-# %% ../../nbs/05e_losses.ipynb #b45e14e7
+# %% ../../nbs/05e_losses.ipynb #016c3d25
 NO_LABEL = -2**63  # no label can equal it: "ignore nothing"
 
 @kernel
@@ -102,6 +104,7 @@ def _count(labels, ignore):
     for i in range(labels.size): n += labels[i] != ignore
     return n
 
+# %% ../../nbs/05e_losses.ipynb #31284e60
 def as_labels(
     labels: Any,  # integers
     count: int,  # how many there must be
@@ -132,9 +135,10 @@ def as_labels(
         _lists[count] = labels.copy(), a, classes, ignore
     return a
 
+# %% ../../nbs/05e_losses.ipynb #c0339b59
 _lists: dict[int, tuple[list, np.ndarray, int, int]] = {}
 
-# %% ../../nbs/05e_losses.ipynb #c88a304f
+# %% ../../nbs/05e_losses.ipynb #dcd4e830
 def _by_rows(f: Any, ignore: int, eps: np.float32,
              x: np.ndarray, *arrays: np.ndarray) -> None:
     if x.size < LEAST:
@@ -144,6 +148,7 @@ def _by_rows(f: Any, ignore: int, eps: np.float32,
     parallel_for(x.shape[0], lambda a, b: f(ignore, eps, *[v[a:b] for v in arrays]),
                  max(1, CHUNK // k), 2)
 
+# %% ../../nbs/05e_losses.ipynb #e12801e0
 class Losses(Rows):
     "Losses: functions of predictions and targets, to be made small."
 
@@ -182,12 +187,13 @@ class Losses(Rows):
         saved = x, lab, ignore, eps, stats, axis, a.shape
         return _finish(self, loss, reduction, saved)
 
-# %% ../../nbs/05e_losses.ipynb #30fedbaa
+# %% ../../nbs/05e_losses.ipynb #33f0ce71
 def check_reduction(reduction: str) -> None:
     "One of the three words."
     if reduction not in ('mean', 'sum', 'none'):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
 
+# %% ../../nbs/05e_losses.ipynb #c0ec24a4
 def _finish(t: Any, loss: np.ndarray, reduction: str, saved: tuple) -> Any:
     "Reduce the losses of the rows and record how gradients go back."
     x, lab, ignore, eps, stats, axis, shape = saved

@@ -25,7 +25,7 @@ from ..errors import (CheckpointCapturedVariableError, DTypeError,
 from ..exec import Record, ThreadState, place
 from ..kernels import f32, i64, sum_squares
 
-# %% ../../nbs/04_named.ipynb #356c948e
+# %% ../../nbs/04_named.ipynb #cca63ea8
 MAX_TAGS = 8
 _interned: dict[tuple[str, ...], tuple[str, ...]] = {}
 _specs: dict[Any, tuple[str, ...]] = {}
@@ -48,6 +48,7 @@ def _intern_tags(
     if isinstance(spec, (str, tuple)): _specs[spec] = tags
     return tags
 
+# %% ../../nbs/04_named.ipynb #9beb6587
 def _check_tags(spec: Any) -> tuple[str, ...]:
     try: tags = tuple(spec)
     except TypeError: raise TagError(f'tags must be strings, got {spec!r}') from None
@@ -75,7 +76,7 @@ def widen(data: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == 'bf16': return widen_bf16(data)
     return widen_f16(data) if dtype == 'f16' else data
 
-# %% ../../nbs/04_named.ipynb #06eebe4b
+# %% ../../nbs/04_named.ipynb #9ef50d49
 def _as_array(data: Any) -> np.ndarray:
     "`data` as an ndarray of numbers in native byte order."
     try: a = np.asarray(data)
@@ -102,6 +103,7 @@ def _shaped(a: np.ndarray, tags: tuple[str, ...], shape: Any) -> np.ndarray:
     check_shape(a.shape, tags)
     return a
 
+# %% ../../nbs/04_named.ipynb #900ab7ad
 def check_shape(shape: tuple[int, ...], tags: tuple[str, ...]) -> None:
     "No axis may be empty."
     for tag, n in zip(tags, shape):
@@ -130,7 +132,7 @@ def to_storage(data: Any, dtype: str | None) -> tuple[np.ndarray, str]:
     with np.errstate(over='ignore', invalid='ignore'): values = np.array(a, f32, order='C')
     return (values if dtype == F32 else narrow(values, dtype)), dtype
 
-# %% ../../nbs/04_named.ipynb #0da241b8
+# %% ../../nbs/04_named.ipynb #789435eb
 T = TypeVar('T', bound='Access')
 
 def _read_only(a: np.ndarray) -> np.ndarray:
@@ -138,6 +140,7 @@ def _read_only(a: np.ndarray) -> np.ndarray:
     v.flags.writeable = False
     return v
 
+# %% ../../nbs/04_named.ipynb #58af52ec
 class Access:
     "Storage, tags and graph node of a tensor, and the doors to them."
 
@@ -504,7 +507,7 @@ class Named(Copies):
             parts.append(_table(a, short) if small else _strip(a))
         return f'<div style="font-family:monospace">{"".join(parts)}</div>'
 
-# %% ../../nbs/04_named.ipynb #71e089c5
+# %% ../../nbs/04_named.ipynb #56de6fb3
 C = TypeVar('C', bound=Named)
 
 def make_variable(cls: type[C], data: Any, tags: Any, dtype: str = 'f32',
@@ -518,6 +521,7 @@ def make_variable(cls: type[C], data: Any, tags: Any, dtype: str = 'f32',
     a = np.ascontiguousarray(_shaped(a, names, shape)).reshape(sizes)
     return cls._make(a, names, dtype, Leaf(a.shape))
 
+# %% ../../nbs/04_named.ipynb #f8fe7e40
 def make_constant(cls: type[C], data: Any, tags: Any, dtype: str | None = None,
                   shape: Any = None, copy: bool = True) -> C:
     "A tensor of class `cls` without gradient: a copy of `data`, or a borrow of it."

@@ -30,7 +30,7 @@ EXP = tuple(f32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3,
                              4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1))
 GELU_A, GELU_B = f32(0.7978845608028654), f32(0.044715)
 
-# %% ../../nbs/05_pointwise.ipynb #05fa05b5
+# %% ../../nbs/05_pointwise.ipynb #29526bdb
 @inline
 def _poly(x, coefs):
     p = coefs[0]
@@ -53,6 +53,7 @@ def exp32(x):
     y = _poly(r, EXP) * (r * r) + r + f32(1)
     return y * _pow2(half) * _pow2(n - half)
 
+# %% ../../nbs/05_pointwise.ipynb #2ad9a8d7
 @inline
 def tanh32(x):
     "tanh x in float32: E / (E + 2) with E = e^2|x| - 1, small where x is."
@@ -64,6 +65,7 @@ def tanh32(x):
     e = s * (_poly(r, EXP) * (r * r) + r) + (s - f32(1))
     return np.copysign(e / (e + f32(2)), x)
 
+# %% ../../nbs/05_pointwise.ipynb #e8e77591
 @inline
 def sigmoid32(x):
     "1 / (1 + e^-x) in float32."
@@ -88,7 +90,7 @@ def each(
     parallel_for(flat[-1].size, task)
     return arrays[-1]
 
-# %% ../../nbs/05_pointwise.ipynb #357bf390
+# %% ../../nbs/05_pointwise.ipynb #0483c90f
 @kernel
 def _exp(x, y):
     for i in range(y.size): y[i] = exp32(x[i])
@@ -113,13 +115,14 @@ def _sigmoid_grad(gy, y, gx):
 def _silu(x, y):
     for i in range(y.size): y[i] = x[i] * sigmoid32(x[i])
 
+# %% ../../nbs/05_pointwise.ipynb #e4448c21
 @kernel
 def _silu_grad(gy, x, gx):
     for i in range(gx.size):
         s = sigmoid32(x[i])
         gx[i] = (s + x[i] * s * (f32(1) - s)) * gy[i]
 
-# %% ../../nbs/05_pointwise.ipynb #8da6f34f
+# %% ../../nbs/05_pointwise.ipynb #5f46e05e
 @inline
 def _gelu_gate(v):
     "½ (1 + tanh u) = sigmoid(2u), which does not cancel where tanh u is near -1."
@@ -144,6 +147,7 @@ def _relu(x, y):
 def _relu_grad(gy, x, gx):
     for i in range(gx.size): gx[i] = gy[i] if x[i] > f32(0) else f32(0)
 
+# %% ../../nbs/05_pointwise.ipynb #e86b4313
 @kernel
 def _leaky(a, x, y):
     for i in range(y.size): y[i] = x[i] if x[i] > f32(0) else a * x[i]
@@ -152,7 +156,7 @@ def _leaky(a, x, y):
 def _leaky_grad(a, gy, x, gx):
     for i in range(gx.size): gx[i] = gy[i] if x[i] > f32(0) else a * gy[i]
 
-# %% ../../nbs/05_pointwise.ipynb #689fb0ad
+# %% ../../nbs/05_pointwise.ipynb #a6cf1a49
 @kernel
 def _abs_grad(gy, x, gx):
     for i in range(gx.size):
@@ -178,17 +182,16 @@ def _reciprocal_grad(gy, y, gx):
 def _log1p_grad(gy, x, gx):
     for i in range(gx.size): gx[i] = gy[i] / (f32(1) + x[i])
 
+# %% ../../nbs/05_pointwise.ipynb #fe0b8f72
 @kernel
 def _clamp_grad(lo, hi, gy, x, gx):
     for i in range(gx.size): gx[i] = gy[i] if lo <= x[i] <= hi else f32(0)
 
 def _sin_grad(gy, x, gx): np.multiply(np.cos(x, out=gx), gy, out=gx)
-
 def _cos_grad(gy, x, gx): np.multiply(np.negative(np.sin(x, out=gx), out=gx), gy, out=gx)
-
 def _neg_grad(gy, x, gx): np.negative(gy, out=gx)
 
-# %% ../../nbs/05_pointwise.ipynb #1e373625
+# %% ../../nbs/05_pointwise.ipynb #9fa92c11
 def unary(x: N, op: str, forward: Callable, grad: Callable, saves: int,
           scalars: tuple = ()) -> N:
     "A pointwise operation; `grad` reads the input (`saves` = 0) or the output (1)."
@@ -215,6 +218,7 @@ def unary(x: N, op: str, forward: Callable, grad: Callable, saves: int,
             node = Node((node,), vjp, op, a.shape)
     return result(type(x), state, out, x._tags, op, node)
 
+# %% ../../nbs/05_pointwise.ipynb #844cd907
 def in_f32(op: str, f: Callable[..., N], *xs: N) -> N:
     "Run `f` on widened copies of 16-bit tensors and round the result back."
     dtype = xs[0]._dtype
@@ -320,7 +324,7 @@ class Activations(Functions):
         return unary(self, 'clamp', lambda lo, hi, x, y: np.clip(x, lo, hi, out=y),
                      _clamp_grad, 0, (lo, hi))
 
-# %% ../../nbs/05_pointwise.ipynb #3d4ddad4
+# %% ../../nbs/05_pointwise.ipynb #6b9a085a
 def _scale(s, x, y): np.multiply(x, s, out=y)
 def _scale_grad(s, gy, x, gx): np.multiply(gy, s, out=gx)
 def _shift(s, x, y): np.add(x, s, out=y)
@@ -340,6 +344,7 @@ def _into_grad(s, gy, x, gx):
     np.divide(np.divide(-s, x, out=gx), x, out=gx)
     np.multiply(gx, gy, out=gx)
 
+# %% ../../nbs/05_pointwise.ipynb #bd491ce3
 class Scalars(Activations):
     "Arithmetic with one number."
 
@@ -369,7 +374,7 @@ class Scalars(Activations):
         "x^e"
         return unary(self, 'pow_scalar', _power, _power_grad, 0, (_f32(e, 'exponent'),))
 
-# %% ../../nbs/05_pointwise.ipynb #527d4c6a
+# %% ../../nbs/05_pointwise.ipynb #8e0bc7e2
 class Plan:
     "How two operands line up, and how a gradient finds its way back to each."
 
@@ -403,10 +408,12 @@ class Plan:
         return ((None if straight else (order, where)),
                 None if same else (gone, back, v.shape, rows))
 
+# %% ../../nbs/05_pointwise.ipynb #7c18b393
 def lined_up(a: np.ndarray, view: Any) -> np.ndarray:
     "`a` with its axes where the plan wants them."
     return a if view is None else a.transpose(view[0])[view[1]]
 
+# %% ../../nbs/05_pointwise.ipynb #35f2b284
 def pull(gy: np.ndarray, back: Any) -> np.ndarray:
     "A gradient of the result, summed and turned into one of the operand."
     if back is None: return gy
@@ -418,7 +425,7 @@ def pull(gy: np.ndarray, back: Any) -> np.ndarray:
     if gone: gy = sum_axes(thread_state(), gy, gone)
     return gy.transpose(order).reshape(shape) if gy.ndim > 1 else gy.reshape(shape)
 
-# %% ../../nbs/05_pointwise.ipynb #da9ede31
+# %% ../../nbs/05_pointwise.ipynb #d236d85c
 _plans: dict[Any, Plan] = {}
 
 def plan_for(x: Named, y: Named, op: str) -> Plan:
@@ -438,6 +445,7 @@ def _add_row(x, row, y):
         p, q = x[i], y[i]
         for j in range(q.size): q[j] = p[j] + row[j]
 
+# %% ../../nbs/05_pointwise.ipynb #d494bdb5
 def binary(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N:
     "A pointwise operation of two tensors."
     if not isinstance(y, Named):
@@ -463,6 +471,7 @@ def binary(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N:
                np.ascontiguousarray(b), out)
     return _finish(x, y, op, state, out, tags, a, b, back, make_vjp)
 
+# %% ../../nbs/05_pointwise.ipynb #3c6fc693
 def _finish(x, y, op, state, out, tags, a, b, back, make_vjp):
     node, other = x._node, y._node
     if node is not None or other is not None:
@@ -480,7 +489,7 @@ def _binary16(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N
     same_dtype(x, y, op)
     return in_f32(op, lambda p, q: binary(p, q, op, ufunc, make_vjp), x, y)  # type: ignore
 
-# %% ../../nbs/05_pointwise.ipynb #04459674
+# %% ../../nbs/05_pointwise.ipynb #82a6c3d8
 def _times(p, q): return np.multiply(p, q, out=empty(thread_state(), p.shape))
 
 def _add_vjp(a, b, back):
@@ -502,6 +511,7 @@ def _mul_vjp(a, b, back):
                 pull(_times(gy, a), back[1]) if needs[1] else None)
     return vjp
 
+# %% ../../nbs/05_pointwise.ipynb #e926d4f3
 def _div_vjp(a, b, back):
     def vjp(gy, needs):
         ga = gb = None
@@ -514,7 +524,7 @@ def _div_vjp(a, b, back):
         return ga, gb
     return vjp
 
-# %% ../../nbs/05_pointwise.ipynb #ce2a2620
+# %% ../../nbs/05_pointwise.ipynb #d4ccc35d
 @kernel
 def _winner_grad(gy, a, b, gx):
     "Share of `a`: 1 if it is larger or NaN, one half on a tie."
@@ -537,6 +547,7 @@ def _winner_vjp(sign):
 
 _maximum_vjp, _minimum_vjp = _winner_vjp(1), _winner_vjp(-1)
 
+# %% ../../nbs/05_pointwise.ipynb #932dfde6
 def gated(x: N, gate: Any, op: str, activation: Callable) -> N:
     "x · activation(gate)"
     if not isinstance(gate, Named):
@@ -590,7 +601,7 @@ class Arithmetic(Scalars):
         "a · sigmoid(gate)"
         return gated(self, gate, 'glu', Activations.sigmoid)
 
-# %% ../../nbs/05_pointwise.ipynb #c3bb44c1
+# %% ../../nbs/05_pointwise.ipynb #61f41457
 @kernel
 def _dropout(seed, first, cutoff, scale, x, y):
     for i in range(y.size):
@@ -606,6 +617,7 @@ def _drop(x: np.ndarray, p: np.float32, seed: np.uint64) -> np.ndarray:
                                                a[i:j], flat[i:j]))
     return out
 
+# %% ../../nbs/05_pointwise.ipynb #5c545aba
 class Pointwise(Arithmetic):
     "All pointwise operations."
 

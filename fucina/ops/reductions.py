@@ -21,7 +21,7 @@ from .named import F32, Named, _intern_tags, result, untracked, widen
 from .pointwise import Pointwise
 from .views import N, only_f32, sum_axes
 
-# %% ../../nbs/05a_reductions.ipynb #8adb8af0
+# %% ../../nbs/05a_reductions.ipynb #873bfae6
 def f32_values(x: Named, op: str) -> np.ndarray:
     "The values of a float tensor in float32; a tracked 16-bit tensor is refused."
     a = x._live(op)
@@ -30,6 +30,7 @@ def f32_values(x: Named, op: str) -> np.ndarray:
     if x._dtype == 'i64': raise DTypeError(f'{op} needs floats: {x._describe()}')
     return widen(a, x._dtype)
 
+# %% ../../nbs/05a_reductions.ipynb #1b57fea7
 def reduced(
     x: N,
     op: str,
@@ -46,6 +47,7 @@ def reduced(
     tags = _intern_tags(tuple([t for k, t in enumerate(x._tags) if k not in gone]))
     return result(type(x), state, data, tags, op, node)
 
+# %% ../../nbs/05a_reductions.ipynb #eeaabf1f
 def spread(gy: np.ndarray, shape: tuple[int, ...], s: np.float32) -> np.ndarray:
     "`s · gy`, repeated to `shape`."
     return np.multiply(gy, s, out=empty(thread_state(), shape))
@@ -88,7 +90,7 @@ class Sums(Pointwise):
         axes = tuple(range(self.ndim))
         return self._sum(axes, 'mean_all', f32(1 / self.size))  # type: ignore[attr-defined]
 
-# %% ../../nbs/05a_reductions.ipynb #86a99202
+# %% ../../nbs/05a_reductions.ipynb #c46999ba
 @kernel
 def _argmax(x, out):
     for i in range(out.size):
@@ -98,6 +100,7 @@ def _argmax(x, out):
             if v > best or (best != best and v == v): best, at = v, j
         out[i] = at
 
+# %% ../../nbs/05a_reductions.ipynb #87847cb4
 class Reductions(Sums):
     "Sums, means, variance and extremes."
 

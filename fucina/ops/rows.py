@@ -23,12 +23,13 @@ from .reductions import f32_values
 from .views import N, _sum_cols, lane_sum, only_f32
 from ..rng import _ln_fast
 
-# %% ../../nbs/05d_rows.ipynb #ff4d8024
+# %% ../../nbs/05d_rows.ipynb #e74d4e23
 @inline
 def ln32(z):
     "ln z in float32 for z >= 1; infinities and NaN pass through."
     return _ln_fast(z) if z < f32(np.inf) else z
 
+# %% ../../nbs/05d_rows.ipynb #8db86a80
 def by_rows(
     f: Callable,  # (*arrays, first row) for a run of rows
     *arrays: np.ndarray,  # same first size
@@ -40,17 +41,20 @@ def by_rows(
     else: parallel_for(rows, lambda i, j: f(*[a[i:j] for a in arrays], i),
                        max(1, CHUNK // width), least)
 
+# %% ../../nbs/05d_rows.ipynb #e9f0c81a
 def rows_of(a: np.ndarray, axis: int) -> np.ndarray:
     "`a` as a contiguous (rows, n) matrix, `axis` last."
     if axis != a.ndim - 1: a = np.moveaxis(a, axis, -1)
     return np.ascontiguousarray(a).reshape(-1, a.shape[-1])
 
+# %% ../../nbs/05d_rows.ipynb #bf6db946
 def like(m: np.ndarray, shape: tuple[int, ...], axis: int) -> np.ndarray:
     "A matrix of rows back in `shape`."
     if axis == len(shape) - 1: return m.reshape(shape)
     moved = shape[:axis] + shape[axis + 1:] + shape[axis:axis + 1]
     return np.moveaxis(m.reshape(moved), -1, axis)
 
+# %% ../../nbs/05d_rows.ipynb #08a5235b
 def row_op(x: N, op: str, out: np.ndarray, tags: tuple[str, ...],
            back: Callable[[np.ndarray], np.ndarray]) -> N:
     "The tensor of an operation with one tracked operand."
@@ -84,7 +88,7 @@ def _softmax_grad(scale, gy, y, gx, first):
         dot = lane_sum(to)
         for j in range(to.size): to[j] = scale * p[j] * (g[j] - dot)
 
-# %% ../../nbs/05d_rows.ipynb #d35ad7f1
+# %% ../../nbs/05d_rows.ipynb #6ffcab5e
 @kernel
 def _log_sums(x, m, z, first):
     "m: the shift (0 for an infinite maximum); z: ln of the sum of e^(x - m)."
@@ -109,6 +113,7 @@ def _log_softmax(m, z, x, y):
         row, to, a, b = x[i], y[i], m[i], z[i]
         for j in range(to.size): to[j] = row[j] - a - b
 
+# %% ../../nbs/05d_rows.ipynb #c9e1d533
 @kernel
 def _log_softmax_grad(gy, y, gx, first):
     for i in range(y.shape[0]):
@@ -244,7 +249,7 @@ def _layer_norm_grad(eps, inv_n, w, gy, x, gx, gw, first):
             to[j] = s * (to[j] - mg - hat * mgx)
             part[j] = g[j] * hat
 
-# %% ../../nbs/05d_rows.ipynb #775216e8
+# %% ../../nbs/05d_rows.ipynb #be021a4d
 def _vector(x: Named, v: Any, tag: str, what: str) -> np.ndarray:
     "A weight or bias along `tag`, checked."
     if not isinstance(v, Named): raise TypeError(f'{what} must be a tensor')
@@ -253,6 +258,7 @@ def _vector(x: Named, v: Any, tag: str, what: str) -> np.ndarray:
         raise ShapeMismatchError(f'{what} {v._describe()} for axis {tag}={x.dim(tag)}')
     return np.ascontiguousarray(f32_values(v, what))
 
+# %% ../../nbs/05d_rows.ipynb #626fbf2b
 def _normalise(x: Any, op: str, tag: str, forward: Callable, backward: Callable,
                params: tuple, arrays: tuple) -> Any:
     "A norm with optional weight and bias; `backward` fills gx and rows of gw."
@@ -279,6 +285,7 @@ def _normalise(x: Any, op: str, tag: str, forward: Callable, backward: Callable,
         else: node = Node(nodes, vjp, op, shape)
     return result(type(x), state, like(y, shape, axis), x._tags, op, node)
 
+# %% ../../nbs/05d_rows.ipynb #5b97e025
 class Rows(Softmax):
     "Operations that treat every row along an axis as a whole."
 

@@ -120,7 +120,7 @@ def shrink_to(
     axes = tuple([k for k, (n, m) in enumerate(zip(g.shape, shape)) if n != m])
     return sum_axes(state, g, axes).reshape(shape)
 
-# %% ../../nbs/04a_views.ipynb #d208395e
+# %% ../../nbs/04a_views.ipynb #a8493d3d
 N = TypeVar('N', bound=Named)
 
 def only_f32(x: Named, op: str) -> None:
@@ -131,6 +131,7 @@ def only_f32(x: Named, op: str) -> None:
         raise UnsupportedGradientError(f'{op} cannot differentiate {x._describe()}; '
                                        'use x.to("f32"), or x as right side of dot')
 
+# %% ../../nbs/04a_views.ipynb #4c45df59
 def as_view(
     x: N,
     data: np.ndarray,  # a view on x's storage, or a copy of it
