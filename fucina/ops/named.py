@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_TAGS', 'F32', 'T', 'C', 'check_dtype', 'narrow', 'widen', 'check_shape', 'to_storage', 'Access', 'Axes', 'Values',
-           'Storage', 'Gradients', 'Copies', 'Named', 'make_variable', 'make_constant', 'result', 'untracked']
+           'Storage', 'Gradients', 'Differentiable', 'Copies', 'Named', 'make_variable', 'make_constant', 'result',
+           'untracked']
 
 # %% ../../nbs/04_named.ipynb #856ffd7f
 import math
@@ -336,7 +337,7 @@ class Storage(Values):
             raise DTypeError(f'bits are for f16 and bf16, not for {self._describe()}')
         return _read_only(self._live('bits').view(np.uint16))
 
-# %% ../../nbs/04_named.ipynb #64b4c2e4
+# %% ../../nbs/04_named.ipynb #947907a3
 _UNIT = np.ones((), f32)
 
 class Gradients(Storage):
@@ -386,6 +387,12 @@ class Gradients(Storage):
             raise ShapeMismatchError(f'gradient of shape {a.shape} for {self._describe()}')
         leaf.set_grad(a)
 
+# %% ../../nbs/04_named.ipynb #63eaf6e8
+class Differentiable(Gradients):
+    "The start of a backward pass."
+
+    __slots__ = ()
+
     def retain_grad(self) -> None:
         "Keep the gradient of this inner result after a backward pass."
         if self._node is None:
@@ -413,8 +420,8 @@ class Gradients(Storage):
             raise ShapeMismatchError(f'gradient of shape {g.shape} for {self._describe()}')
         return g
 
-# %% ../../nbs/04_named.ipynb #dee084f1
-class Copies(Gradients):
+# %% ../../nbs/04_named.ipynb #a940c3c0
+class Copies(Differentiable):
     "What `copy` and `pickle` may do."
 
     __slots__ = ()
