@@ -111,12 +111,13 @@ _probe.grad = _probe.buffer
 _TWO = _probe.two()
 del _probe
 
-# %% ../nbs/03a_autograd.ipynb #82f7a51d
+# %% ../nbs/03a_autograd.ipynb #2be42a55
 _passes = iter(range(1, sys.maxsize))
 
-def _count(root: Node, debug: bool) -> None:
+def _count(root: Node, debug: bool, under_way: tuple[int, ...]) -> int:  # the mark
     "Mark every node behind `root` with the number of gradients it waits for."
     mark = next(_passes)
+    if under_way and root.mark in under_way: _busy(root)
     root.mark, root.pending = mark, 1
     stack = [root]
     while stack:
@@ -133,10 +134,16 @@ def _count(root: Node, debug: bool) -> None:
             if p is None: continue
             if p.mark == mark: p.pending += 1
             else:
+                if under_way and p.mark in under_way and p.vjp is not None: _busy(p)
                 p.mark, p.pending = mark, 1
                 if p.vjp is not None:
                     p.grad, p.private = None, False
                     stack.append(p)
+    return mark
+
+def _busy(node: Node) -> NoReturn:
+    raise BackwardAlreadyRunError(f'a backward pass inside a VJP reached the result of '
+                                  f'{node.op}, which the outer pass is working on')
 
 # %% ../nbs/03a_autograd.ipynb #0cac73c6
 def _check_versions(node: Node) -> None:
@@ -196,7 +203,7 @@ def _recycle(arena: Record) -> None:
     arena.pool.taken += n - len(owned) - len(held)
     owned.extend(reversed(held))
 
-# %% ../nbs/03a_autograd.ipynb #7bb27e42
+# %% ../nbs/03a_autograd.ipynb #832bb664
 def backward(
     root: Node,  # the node of the result to differentiate
     seed: np.ndarray,  # float32, shape of the result: its own gradient
@@ -209,15 +216,16 @@ def backward(
     if root.flags & DONE:
         raise BackwardAlreadyRunError(f'backward already ran on this result of {root.op}; '
                                       'compute the result again')
-    _count(root, state.debug)
+    outer = state.passes
+    mark = _count(root, state.debug, outer)
     root.grad, root.private = seed, False
     scope, arena = state.scope, None
     if scope is not None and scope.pool.cap and EXACT:
         arena = Record(scope.context, scope, scope.where)
-    state.scope = arena
+    state.scope, state.passes = arena, outer + (mark,)
     try: _propagate(state, root, arena)
     finally:
-        state.scope = scope
+        state.scope, state.passes = scope, outer
         if scope is not None and arena is not None:
             arena.closed = True
             arena.release()

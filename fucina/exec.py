@@ -60,12 +60,12 @@ class Pool:
             while shelf and over > 0: over -= shelf.pop().nbytes
             if not shelf: del self.free[shape]
 
-# %% ../nbs/03_exec.ipynb #b5c19c1d
+# %% ../nbs/03_exec.ipynb #6457bea8
 class ThreadState:
     "What the operations of one thread have to know."
 
     __slots__ = ('scope', 'no_grad', 'gemm', 'debug', 'contexts', 'default', 'recompute',
-                 'outsiders')
+                 'outsiders', 'passes')
 
     def __init__(self):
         self.scope: Any = None          # the innermost open scope or backward pass
@@ -76,6 +76,7 @@ class ThreadState:
         self.default: ExecContext | None = None
         self.recompute = False          # inside the recompute of a checkpoint
         self.outsiders: Any = None      # see `checkpoint`
+        self.passes: tuple[int, ...] = ()  # marks of the backward passes under way
 
 class _Local(threading.local):
     def __init__(self): self.state = ThreadState()
@@ -140,7 +141,7 @@ def place(
         if number is not None and start <= at < stop: line = number
     return f'{code.co_filename}:{line}'
 
-# %% ../nbs/03_exec.ipynb #bb78cca8
+# %% ../nbs/03_exec.ipynb #d4c6ed88
 class Record:
     "The open half of a scope: what was made inside it."
 
@@ -170,6 +171,7 @@ class Record:
                 nbytes += a.nbytes
         finally: pool.taken, self.nbytes = pool.taken + count - len(owned), nbytes
         if pool.most > pool.cap: self._limit()
+        if not pool.cap: pool.free.clear()
 
     def _limit(self) -> None:
         "Make room in a pool that may be over its cap, with some to spare."

@@ -28,7 +28,7 @@ from .ops.named import _intern_tags, check_shape, result, untracked
 from .ops.views import only_f32
 from .tensor import Tensor
 
-# %% ../nbs/06a_transforms.ipynb #b6e72f50
+# %% ../nbs/06a_transforms.ipynb #ee2b0bb2
 class CustomOp:
     "An operation made of a function on arrays and its VJP; see `custom_vjp`."
 
@@ -72,6 +72,8 @@ class CustomOp:
         if f is None:
             raise MissingBackwardGradientError(f'{op} has no VJP; add one with @{op}.vjp')
         def vjp(gy, needs):
+            gy = gy.view()
+            gy.flags.writeable = False  # others may share it
             grads = f(gy, y, *arrays, **keywords, needs=tuple(needs))
             if not isinstance(grads, (tuple, list)): grads = (grads,)
             if len(grads) != len(xs_tags):

@@ -584,3 +584,20 @@ def test_backward_that_meets_a_cut_node_moves_nothing():
 
 def test_invalid_item():
     with pytest.raises(InvalidShapeError): (variable([1, 2], 'd') * variable([1, 2], 'd')).item()
+
+
+def test_pieces_of_a_stack_of_scalars_are_arrays():
+    w = fucina.variable([1, 2], 'a')
+    a, b = w.sum_all(), (w * 2).sum_all()
+    a.retain_grad()
+    fucina.stack('k', 0, [a, b]).sum_all().backward()
+    assert a.grad.item() == 1 and w.grad.tolist() == [3, 3]
+
+
+def test_set_grad_checks_tags_and_never_loses_the_old_gradient():
+    w = fucina.variable(np.ones((2, 2)), 'a b')
+    w.set_grad(np.full((2, 2), 5))
+    with pytest.raises(fucina.TagError): w.set_grad(fucina.ones((2, 2), 'b a'))
+    assert (w.grad.numpy() == 5).all()
+    with np.errstate(all='raise'): w.set_grad(np.full((2, 2), 1e300))
+    assert np.isinf(w.grad.numpy()).all()

@@ -483,3 +483,38 @@ def test_values_changed_between_forward_and_backward_are_seen_in_debug_mode():
         y = checkpoint(lambda x: x * x, x).sum_all()
         x.value[:] = 5
         with pytest.raises(fucina.StaleGraphError, match='checkpoint'): y.backward()
+
+
+def test_a_vjp_cannot_write_into_the_gradient_it_is_given():
+    @fucina.custom_vjp
+    def square(x): return x * x
+
+    @square.vjp
+    def _(gy, y, x, *, needs):
+        gy *= 2 * x
+        return gy
+
+    with pytest.raises(ValueError, match='read-only'): square(variable(3.0, '')).backward()
+    v = variable(1.0, '')
+    v.scale(1).backward()
+    assert v.grad.item() == 1
+
+
+def test_a_backward_inside_a_vjp_may_not_touch_the_outer_graph():
+    w = variable([1, 2], 'a')
+    h = w * 3
+    side = (h * h).sum_all()
+
+    @fucina.custom_vjp
+    def same(x): return x + 0
+
+    @same.vjp
+    def _(gy, y, x, *, needs):
+        side.backward()
+        return gy
+
+    with pytest.raises(fucina.BackwardAlreadyRunError, match='inside a VJP'):
+        (same(h) + h).sum_all().backward()
+    w.zero_grad()
+    side.backward()  # the refused pass left it usable
+    assert w.grad.tolist() == [18, 36]

@@ -356,3 +356,18 @@ def test_results_do_not_depend_on_workers_layout_or_scope():
     with no_grad(): assert variable(a, 'batch class').cross_entropy(
         'class', labels, label_smoothing=0.1).item() in dict(seen)
     assert len(seen) == 1
+
+
+def test_a_remembered_list_does_not_admit_other_types():
+    x = variable(np.zeros((2, 2)), 'batch class')
+    x.cross_entropy('class', [0, 1])
+    for labels in ([0.0, 1.0], [False, True]):
+        with pytest.raises(DTypeError): x.cross_entropy('class', labels)
+
+
+def test_the_least_int64_can_be_ignored_like_any_other_label():
+    x = variable(np.zeros((2, 2)), 'batch class')
+    least = [-2**63] * 2
+    assert x.cross_entropy('class', least, ignore_index=-2**63).item() == 0
+    for labels in (least, [-1, 0]):
+        with pytest.raises(IndexOutOfBoundsError): x.cross_entropy('class', labels)

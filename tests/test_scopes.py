@@ -742,3 +742,10 @@ def test_options_are_checked():
         with pytest.raises(error): ExecContext(**options)
     with pytest.raises(TypeError): ExecContext(4)
     assert 'cached' in repr(ExecContext(workers=np.int64(2)))
+
+
+def test_without_a_cache_no_shape_is_remembered():
+    with fucina.ExecContext(cache_bytes=0) as ctx:
+        for n in range(1, 20):
+            with fucina.exec_scope(): fucina.ones(n, 'd').scale(2.0)
+        assert not ctx.pool.free

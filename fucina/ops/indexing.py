@@ -152,7 +152,7 @@ def _space(x: Named, shape: tuple[int, ...]) -> np.ndarray:
     if x._dtype is F32: return empty(thread_state(), shape)
     return np.empty(shape, DTYPES[x._dtype])
 
-# %% ../../nbs/05f_indexing.ipynb #70ac0ced
+# %% ../../nbs/05f_indexing.ipynb #7a19977f
 def concat(
     tag: str,  # the axis along which sizes add up
     ts: Sequence[N],  # same tags and dtype; other sizes equal
@@ -177,5 +177,5 @@ def stack(
     if not 0 <= i <= x.ndim: raise IndexOutOfBoundsError(f'stack at {i} of {x._describe()}')
     tags = _intern_tags(x._tags[:i] + (new_tag,) + x._tags[i:])
     out = _space(x, x.shape[:i] + (len(ts),) + x.shape[i:])
-    places = [(slice(None),) * i + (k,) for k in range(len(ts))]
+    places = [(slice(None),) * i + (k, ...) for k in range(len(ts))]
     return _join(ts, 'stack', tags, out, places)

@@ -89,8 +89,8 @@ def _serial_sum(x):
     for i in range(x.size): total = total + x[i]
     return total
 
-# %% ../../nbs/05e_losses.ipynb #016c3d25
-NO_LABEL = -2**63  # no label can equal it: "ignore nothing"
+# %% ../../nbs/05e_losses.ipynb #108cfbeb
+NO_LABEL = -1  # ignored when nothing is to be: checked labels are never negative
 
 @kernel
 def _first_bad(labels, classes, ignore):
@@ -104,12 +104,12 @@ def _count(labels, ignore):
     for i in range(labels.size): n += labels[i] != ignore
     return n
 
-# %% ../../nbs/05e_losses.ipynb #31284e60
+# %% ../../nbs/05e_losses.ipynb #378c16a2
 def as_labels(
     labels: Any,  # integers
     count: int,  # how many there must be
     classes: int,  # labels are 0 … classes - 1
-    ignore: int,  # except this one
+    ignore: int | None,  # except this one
 ) -> np.ndarray:  # int64, flat
     "Check labels; InvalidDataLengthError or IndexOutOfBoundsError otherwise."
     if type(labels) is list:
@@ -117,7 +117,7 @@ def as_labels(
         # Comparing with a remembered copy is ten times faster than converting a list.
         # Only plain integers are remembered: what is inside them cannot change.
         if known is not None and known[0] == labels and known[2:] == (classes, ignore):
-            return known[1]
+            if set(map(type, labels)) == {int}: return known[1]  # 1.0 and True equal 1
     a = np.asarray(labels)
     if a.size != count:
         raise InvalidDataLengthError(f'{a.size} labels for {count} positions')
@@ -126,7 +126,7 @@ def as_labels(
         raise IndexOutOfBoundsError(f'label {a.max()} with {classes} classes')
     # A copy, since the gradient reads them again; what is checked here must not change.
     a = np.array(a, i64, order='C').reshape(-1)
-    bad = _first_bad(a, classes, 0 if ignore == NO_LABEL else ignore)
+    bad = _first_bad(a, classes, 0 if ignore is None else ignore)
     if bad >= 0:
         raise IndexOutOfBoundsError(
             f'label {a[bad]} at position {bad} with {classes} classes')
@@ -135,8 +135,8 @@ def as_labels(
         _lists[count] = labels.copy(), a, classes, ignore
     return a
 
-# %% ../../nbs/05e_losses.ipynb #c0339b59
-_lists: dict[int, tuple[list, np.ndarray, int, int]] = {}
+# %% ../../nbs/05e_losses.ipynb #a0e6ff1b
+_lists: dict[int, tuple[list, np.ndarray, int, int | None]] = {}
 
 # %% ../../nbs/05e_losses.ipynb #dcd4e830
 def _by_rows(f: Any, ignore: int, eps: np.float32,
@@ -148,7 +148,7 @@ def _by_rows(f: Any, ignore: int, eps: np.float32,
     parallel_for(x.shape[0], lambda a, b: f(ignore, eps, *[v[a:b] for v in arrays]),
                  max(1, CHUNK // k), 2)
 
-# %% ../../nbs/05e_losses.ipynb #e12801e0
+# %% ../../nbs/05e_losses.ipynb #a8e42565
 class Losses(Rows):
     "Losses: functions of predictions and targets, to be made small."
 
@@ -167,8 +167,8 @@ class Losses(Rows):
         if not 0 <= eps < 1:
             raise ValueError(f'label_smoothing must be in [0, 1), got {label_smoothing}')
         check_reduction(reduction)
-        ignore = NO_LABEL if ignore_index is None else index(ignore_index)
-        if not -2**63 <= ignore < 2**63:
+        ignore = None if ignore_index is None else index(ignore_index)
+        if ignore is not None and not -2**63 <= ignore < 2**63:
             raise ValueError(f'ignore_index {ignore} is no int64')
         if isinstance(labels, Named) and labels.ndim > 1:
             rest = self._tags[:axis] + self._tags[axis + 1:]
@@ -183,8 +183,10 @@ class Losses(Rows):
         x = np.ascontiguousarray(a).reshape(rows, k)
         state = thread_state()
         stats, loss = empty(state, (rows, 2)), empty(state, (rows,))
+        counted = rows if ignore is None else _count(lab, ignore)
+        if ignore is None: ignore = NO_LABEL
         _by_rows(_xent, ignore, eps, x, lab, stats, loss)
-        saved = x, lab, ignore, eps, stats, axis, a.shape
+        saved = x, lab, counted, ignore, eps, stats, axis, a.shape
         return _finish(self, loss, reduction, saved)
 
 # %% ../../nbs/05e_losses.ipynb #33f0ce71
@@ -193,12 +195,11 @@ def check_reduction(reduction: str) -> None:
     if reduction not in ('mean', 'sum', 'none'):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
 
-# %% ../../nbs/05e_losses.ipynb #c0ec24a4
+# %% ../../nbs/05e_losses.ipynb #b5c678f1
 def _finish(t: Any, loss: np.ndarray, reduction: str, saved: tuple) -> Any:
     "Reduce the losses of the rows and record how gradients go back."
-    x, lab, ignore, eps, stats, axis, shape = saved
+    x, lab, counted, ignore, eps, stats, axis, shape = saved
     state, node = thread_state(), t._node
-    counted = lab.size if ignore == NO_LABEL else _count(lab, ignore)
     if reduction == 'none':
         out, tags = loss.reshape(shape[:-1]), t._tags[:axis] + t._tags[axis + 1:]
     else:

@@ -337,8 +337,8 @@ class Storage(Values):
             raise DTypeError(f'bits are for f16 and bf16, not for {self._describe()}')
         return _read_only(self._live('bits').view(np.uint16))
 
-# %% ../../nbs/04_named.ipynb #947907a3
-_UNIT = np.ones((), f32)
+# %% ../../nbs/04_named.ipynb #c4b000ac
+_UNIT = _read_only(np.ones((), f32))
 
 class Gradients(Storage):
     "The tensor's place in the graph."
@@ -381,11 +381,13 @@ class Gradients(Storage):
     ) -> None:
         "Replace the gradient."
         leaf = self._leaf('set_grad')
+        if isinstance(g, Access) and g._tags is not self._tags:
+            raise TagError(f'gradient {g._tags} for {self._describe()}')
         a = np.asarray(g)
         if a.dtype.kind not in 'fiu': raise DTypeError(f'a gradient is f32, got {a.dtype}')
         if a.shape != leaf.shape:
             raise ShapeMismatchError(f'gradient of shape {a.shape} for {self._describe()}')
-        leaf.set_grad(a)
+        with np.errstate(over='ignore'): leaf.set_grad(a.astype(f32, copy=False))
 
 # %% ../../nbs/04_named.ipynb #63eaf6e8
 class Differentiable(Gradients):

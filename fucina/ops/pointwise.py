@@ -231,7 +231,7 @@ def in_f32(op: str, f: Callable[..., N], *xs: N) -> N:
     t._op = op
     return t
 
-# %% ../../nbs/05_pointwise.ipynb #b5805ea0
+# %% ../../nbs/05_pointwise.ipynb #a00b8436
 def _f32(
     s: Any,  # a real number: Python or NumPy
     what: str = 'scalar',
@@ -239,7 +239,9 @@ def _f32(
     "A number rounded to float32; TypeError for anything else."
     if type(s) is not float and (isinstance(s, bool) or not isinstance(s, Real)):
         raise TypeError(f'{what} must be a real number, got {s!r}')
-    with np.errstate(over='ignore'): return f32(s)
+    try:
+        with np.errstate(over='ignore'): return f32(s)
+    except OverflowError: return f32(np.inf) if s > 0 else -f32(np.inf)  # type: ignore
 
 # %% ../../nbs/05_pointwise.ipynb #aad81a57
 class Functions(Views):
