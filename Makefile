@@ -51,7 +51,7 @@ lint: $(VENV)/lint  ## check the style of the code
 	$(BIN)/ruff check
 
 types: $(VENV)/lint  ## check the types of the package
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(RUN)
 
 bench: $(VENV)/develop  ## run the measurements of benchmarks/ (torch joins in where it is installed)
 	@for f in $(filter-out %/timing.py,$(wildcard benchmarks/*.py)); do echo "== $$f"; OMP_WAIT_POLICY=PASSIVE $(RUN) $$f || exit 1; done
@@ -88,6 +88,6 @@ $(VENV)/docs: $(VENV)/develop
 	@$(PIP) --editable '.[docs]'
 	@touch $@
 
-$(VENV)/lint: pyproject.toml | $(VENV)/pip
+$(VENV)/lint: $(VENV)/develop
 	@$(PIP) --editable '.[lint]'
 	@touch $@
