@@ -6,7 +6,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 # What is imported gets compiled then; compiling everything now would take twice as long.
-PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
+# Where Python may not keep what it compiled, pip has to: without it each start takes seconds.
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 NB ?= $(sort $(wildcard nbs/*.ipynb))
 MPLBACKEND ?= Agg
 export MPLBACKEND
