@@ -5,7 +5,8 @@ from fucina.errors import (DTypeError, DuplicateParamError, GradShapeMismatchErr
 from fucina.kernels import sum_squares
 from fucina.optim.adam import Adam, AdamConfig, AdamW, AdamWConfig
 from fucina.optim.group import AnyOptimizer, OptimizerSet, any_optimizer
-from fucina.optim.moments import Config, Optimizer, StateDType
+from fucina.optim.frames import Optimizer, inspect_state, load_tensors, save_tensors
+from fucina.optim.moments import Config, StateDType
 from fucina.optim.param import Param
 from fucina.optim.schedule import LrSchedule, warmup_cosine_factor
 from fucina.optim.sgd import SGD, SgdConfig

@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['AdamConfig', 'AdamWConfig', 'AdamSlot', 'Moments', 'Adam', 'AdamW']
 
-# %% ../../nbs/11c_adam.ipynb #5431aeb0
+# %% ../../nbs/11c_adam.ipynb #9340ed21
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from ..kernels import f32, f64, kernel, u64
-from .moments import (Config, Optimizer, StateDType, narrowed, power, state,
-                                  widened)
+from .frames import Layout, Optimizer, Records
+from .moments import Config, StateDType, narrowed, power, state, widened
 from .param import BUFFERS, GRAD, STEP, VALUE, Param, Slot, elements, tick
 
 # %% ../../nbs/11c_adam.ipynb #02948da1
@@ -82,20 +82,22 @@ class Moments(Optimizer):
         settings = np.array((c.lr, c.beta1, c.beta2, c.eps, decay), f32)
         self.slots.run(_adam, settings, coupled)
 
-# %% ../../nbs/11c_adam.ipynb #f3337fec
+# %% ../../nbs/11c_adam.ipynb #99f6d7c7
 class Adam(Moments):
     "Adam (Kingma & Ba 2015), with weight decay in the gradient."
 
     config_type = AdamConfig
+    layout = Layout('Adam', (b'FZAD', b'FZD4', b'FZD5'), (Records(('m', 'v')),))
 
     def _update(self) -> None:
         decay = self.config.weight_decay
         self._run(0, None if decay == 0 else decay)
 
-# %% ../../nbs/11c_adam.ipynb #3d6c4c64
+# %% ../../nbs/11c_adam.ipynb #1f4434b4
 class AdamW(Moments):
     "Adam with decoupled weight decay (Loshchilov & Hutter 2019)."
 
     config_type = AdamWConfig
+    layout = Layout('AdamW', (b'FZA3', b'FZA4', b'FZA5'), (Records(('m', 'v')),))
 
     def _update(self) -> None: self._run(self.config.weight_decay, None)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['AnyOptimizer', 'any_optimizer', 'Members', 'OptimizerSet']
 
-# %% ../../nbs/11f_group.ipynb #5e95c493
+# %% ../../nbs/11f_group.ipynb #d9f802e0
 from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import DuplicateParamError
 from ..kernels import f64
-from .moments import Optimizer
+from .frames import Optimizer
 from .param import Clipping
 
 # %% ../../nbs/11f_group.ipynb #b39debd0

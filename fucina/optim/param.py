@@ -83,11 +83,12 @@ def publish(
         narrow = narrow_bf16 if param.tensor.dtype == 'bf16' else narrow_f16
         narrow(param.master, out=param.value.reshape(-1))
 
-# %% ../../nbs/11_param.ipynb #bef8f02f
+# %% ../../nbs/11_param.ipynb #edf1afb6
 class Slot:
     "A parameter and what an optimizer remembers about it."
 
     buffers: ClassVar[tuple[str, ...]] = ()  # names of the arrays
+    counted: ClassVar[bool] = True  # False: a formula that does not ask for steps
 
     def __init__(self, param: Param):
         self.param, self._step = param, np.zeros(1, u64)

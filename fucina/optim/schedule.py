@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['warmup_cosine_factor', 'LrSchedule']
 
-# %% ../../nbs/11g_schedule.ipynb #250d6be0
+# %% ../../nbs/11g_schedule.ipynb #1ad28bcc
 import math
 from numbers import Real
 from operator import index
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..kernels import f32
 from .group import AnyOptimizer
-from .moments import Optimizer
+from .frames import Optimizer
 from .param import real
 
 # %% ../../nbs/11g_schedule.ipynb #a78657ac
