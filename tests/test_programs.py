@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import fucina
-from fucina.apps import cli, program, spirals
+from fucina.apps import bench_optim, cli, program, spirals
 from fucina.data import two_spirals
 from fucina.errors import InvalidAccumStepsError, UnknownArgumentError
 from fucina.exec import ExecContext
+from fucina.optim import SGD, Adam, AdamW
 from fucina.tensor import constant, variable
 
 GOLDENS = Path(__file__).parent / 'goldens'
@@ -277,6 +278,64 @@ def test_digits_median_of_ten_seeds(digits):
         found = [digits.learn(seed).accuracy for seed in range(10)]
     print(*(f'{a:.1%}' for a in found))
     assert np.median(found) >= 0.97
+
+
+# --- bench-optim
+
+def test_bench_optim_measures_every_row(capsys):
+    assert bench_optim.main(['--scale', '0.05', '--embedding=false', '--steps=2']) == 0
+    out, err = capsys.readouterr()
+    lines = [line.split() for line in out.splitlines() if line and 'moves' not in line]
+    rows = {name: rest for name, *rest in lines}
+    names = list(bench_optim.ROWS)
+    assert [name for name in rows if name in names] == names and 'embedding' not in rows
+    for name in names:
+        millions, ms, speed, share, _ = rows[name]
+        assert millions == '0.04' and float(ms) > 0
+        assert float(speed) > 0 and share[-1] == '%'
+    assert 'adamw-bf16-mv moves 71% of the bytes of adamw' in out and '/block' not in err
+
+
+def test_bench_optim_embedding_and_threads(capsys, monkeypatch):
+    monkeypatch.setattr(bench_optim, 'ROWS', {name: bench_optim.ROWS[name] for name in
+                                              ('adamw', 'adamw-bf16-mv')})
+    assert bench_optim.main(['--scale=0.02', '--steps=1', '--threads', '3']) == 0
+    out = capsys.readouterr().out
+    assert 'threads: 3' in out and out.index('block') < out.index('embedding')
+    assert 'ms x 28' in out.split('embedding')[0] and 'ms x 28' not in out.split('embedding')[1]
+
+
+@pytest.mark.parametrize('argv', [['--scale', '0'], ['--scale=nan'], ['--scale', 'inf'],
+                                  ['--scale=x'], ['--embedding', 'no'], ['--embedding'],
+                                  ['--steps', '0'], ['--threads=0'], ['--seed', '1']])
+def test_bench_optim_bad_flags(argv):
+    with pytest.raises(UnknownArgumentError, match=argv[0].split('=')[0]): bench_optim.main(argv)
+
+
+def test_bench_optim_steps_are_steps(monkeypatch):
+    calls = []
+    class Counted(bench_optim.AdamW):
+        def step(self):
+            calls.append([s.param.grad_state.grad is not None for s in self.slots])
+            super().step()
+    monkeypatch.setitem(bench_optim.ROWS, 'adamw', bench_optim.Row(Counted, 28))
+    found = bench_optim.measure('adamw', [(3, 2), (4,)], 7)
+    assert calls == [[True, True]] * (bench_optim.WARM + 7) and found.size == 10
+
+
+@pytest.mark.parametrize('n', [1, 1000, 2**17 + 5])
+@pytest.mark.parametrize('make', [lambda: SGD(), lambda: SGD(momentum=0.9, state_dtype='bf16'),
+                                  lambda: Adam(state_dtype='bf16'), lambda: AdamW()])
+def test_idle_loop_changes_nothing(make, n):
+    w, opt = variable(np.random.default_rng(0).standard_normal(n), 'd'), make()
+    opt.add_param(w)
+    w.set_grad(w.numpy() * 0.1)
+    opt.step()
+    arrays = [w.numpy(), w.grad.numpy(), *opt.slots[0].arrays()]
+    before = [a.copy() for a in arrays]
+    bench_optim.idle(opt)()
+    if len(arrays) == 3: bench_optim.idle(opt, read=True)()
+    assert all(map(np.array_equal, before, arrays)) and opt.slots[0].step == 1
 
 
 # --- the same bits twice

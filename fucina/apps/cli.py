@@ -12,19 +12,20 @@ from importlib import import_module
 from .. import __version__
 from ..errors import FucinaError, UnknownArgumentError
 
-# %% ../../nbs/20z_cli.ipynb #610c79d7
+# %% ../../nbs/20z_cli.ipynb #2010d8f6
 COMMANDS = {
     'spirals': 'train a network from scratch to tell two spirals apart',
     'digits': 'train a network to read real handwritten digits',
+    'bench-optim': 'time the step of every optimizer',
     'config': 'show versions, processor, threads, BLAS and number rules',
 }
 USAGE = 'usage: fucina COMMAND [FLAGS]'
 HELP = '\n'.join([
     USAGE, '', 'Train small models on a CPU and get the same bits tomorrow.', '',
-    'commands:', *(f'  {name:9} {purpose}' for name, purpose in COMMANDS.items()), '',
+    'commands:', *(f'  {name:11} {purpose}' for name, purpose in COMMANDS.items()), '',
     'flags:',
-    '  --help    show this, or the flags of a command: fucina COMMAND --help',
-    '  --version show the version'])
+    '  --help      show this, or the flags of a command: fucina COMMAND --help',
+    '  --version   show the version'])
 
 # %% ../../nbs/20z_cli.ipynb #b226f9c5
 def show_config(
@@ -38,7 +39,7 @@ def show_config(
     print(config())
     return 0
 
-# %% ../../nbs/20z_cli.ipynb #7d0f093a
+# %% ../../nbs/20z_cli.ipynb #8ff4f253
 def run(
     argv: list[str],  # the words after `fucina`
 ) -> int:  # exit code
@@ -51,7 +52,7 @@ def run(
         kind = 'flag' if name.startswith('-') else 'command'
         raise UnknownArgumentError(f'no such {kind}: {name}; try fucina --help\n{USAGE}')
     if name == 'config': return show_config(flags)
-    return import_module(f'fucina.apps.{name}').main(flags)
+    return import_module(f'fucina.apps.{name.replace("-", "_")}').main(flags)
 
 # %% ../../nbs/20z_cli.ipynb #df55d91b
 def main(
