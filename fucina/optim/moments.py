@@ -149,7 +149,7 @@ class Config:
                           for k, v in values)
         return f'{type(self).__name__}({shown})'
 
-# %% ../../nbs/11a_moments.ipynb #cdaac589
+# %% ../../nbs/11a_moments.ipynb #bd4a9a67
 class Registry(Clipping):
     "Settings and parameters of an optimizer."
 
@@ -175,7 +175,7 @@ class Registry(Clipping):
                             f'one {kind.__name__}, got {type(config).__name__}; then '
                             'register each parameter with add_param')
         elif fields: raise TypeError(f'one {kind.__name__} or keywords, not both')
-        self.config, self.slots = shallow_copy(config), Slots()
+        self.config, self.slots = deepcopy(config), Slots()
 
 # %% ../../nbs/11a_moments.ipynb #ad6b28ae
 class Parameters(Registry):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VALUE', 'GRAD', 'STEP', 'BUFFERS', 'OVERFLOW', 'Param', 'keep_master', 'publish', 'Slot', 'work_grid', 'SlotList',
-           'Table', 'tick', 'Loops', 'Slots', 'real', 'Clipping']
+           'Table', 'tick', 'Loops', 'Steps', 'Slots', 'real', 'Clipping']
 
 # %% ../../nbs/11_param.ipynb #cce0443d
 import ctypes
@@ -250,7 +250,7 @@ def _scale(rows, pieces, factor, first, end):
             g = elements(rows[piece[0], GRAD], piece[1], piece[2], f32(0))
             for i in range(g.size): g[i] = g[i] * factor
 
-# %% ../../nbs/11_param.ipynb #6ce05321
+# %% ../../nbs/11_param.ipynb #94b70f28
 class Loops(Table):
     "Slots with loops over their memory."
 
@@ -262,6 +262,25 @@ class Loops(Table):
         parallel_for(len(ends) - 1, lambda a, b: call(ends[a], ends[b], False), 1, 0)
         return call(0, 0, True)
 
+    def each(self,
+        loop: Callable[..., Any],  # rows, pieces, *args, first, end
+        *args: Any,
+    ) -> None:
+        "Call a loop over the memory; `refresh` comes before."
+        if not self._slots: return
+        self._each(lambda *part: loop(self._rows, self._pieces, *args, *part[:2]))
+
+# %% ../../nbs/11_param.ipynb #3ff60b2c
+class Steps(Loops):
+    "Slots that a formula can move."
+
+    def moved(self) -> None:
+        "Announce that the parameters with a gradient have changed."
+        for leaf, found in zip(self._leaves, self._found):
+            if found: leaf.version += 1
+        for i in self._masters:
+            if self._found[i]: publish(self._slots[i].param)
+
     def run(self,
         loop: Callable[..., Any],  # rows, pieces, zero per buffer, *args, first, end, last
         *args: Any,
@@ -270,13 +289,10 @@ class Loops(Table):
         if not self._slots: return
         args = (self._rows, self._pieces, *self._like, *args)
         self._each(lambda *part: loop(*args, *part))
-        for leaf, found in zip(self._leaves, self._found):
-            if found: leaf.version += 1
-        for i in self._masters:
-            if self._found[i]: publish(self._slots[i].param)
+        self.moved()
 
-# %% ../../nbs/11_param.ipynb #4c754210
-class Slots(Loops):
+# %% ../../nbs/11_param.ipynb #18470e01
+class Slots(Steps):
     "The registered parameters of an optimizer, and their gradients as a whole."
 
     def add_squares(self,
@@ -291,8 +307,7 @@ class Slots(Loops):
     def scale(self, factor: np.float32) -> None:
         "Multiply all gradients in place."
         self.refresh(writable=True)
-        if self._slots:
-            self._each(lambda a, b, _: _scale(self._rows, self._pieces, factor, a, b))
+        self.each(_scale, factor)
 
     def zero_grad(self) -> None:
         "Clear all gradients."
