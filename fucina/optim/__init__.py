@@ -4,8 +4,8 @@ from fucina.errors import (DTypeError, DuplicateParamError, GradShapeMismatchErr
                            OptimError)
 from fucina.kernels import sum_squares
 from fucina.optim.adam import Adam, AdamConfig, AdamW, AdamWConfig
-from fucina.optim.group import AnyOptimizer, OptimizerSet, any_optimizer
 from fucina.optim.frames import Optimizer, inspect_state, load_tensors, save_tensors
+from fucina.optim.group import AnyOptimizer, OptimizerSet, any_optimizer
 from fucina.optim.moments import Config, StateDType
 from fucina.optim.param import Param
 from fucina.optim.schedule import LrSchedule, warmup_cosine_factor
@@ -13,6 +13,7 @@ from fucina.optim.sgd import SGD, SgdConfig
 
 __all__ = ['SGD', 'Adam', 'AdamW', 'SgdConfig', 'AdamConfig', 'AdamWConfig', 'StateDType',
            'Param', 'Config', 'Optimizer', 'OptimizerSet', 'AnyOptimizer', 'any_optimizer',
-           'LrSchedule', 'warmup_cosine_factor', 'sum_squares', 'OptimError', 'DTypeError',
+           'LrSchedule', 'warmup_cosine_factor', 'sum_squares', 'inspect_state',
+           'save_tensors', 'load_tensors', 'OptimError', 'DTypeError',
            'DuplicateParamError', 'GradShapeMismatchError', 'InvalidConfigError',
            'NonContiguousParamError', 'NotAVariableError']
