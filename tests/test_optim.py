@@ -1,10 +1,8 @@
-"""Optimizers: golden runs, an independent formula, refusals, memory."""
+"""Optimizers: an independent formula, anchors, norms, settings, refusals, memory."""
 import copy
 import inspect
-import json
 import os
 import pickle
-import struct
 import subprocess
 import sys
 import zlib
@@ -25,8 +23,6 @@ from fucina.rng import gaussian_fill, uniform_fill
 
 f32, f64 = np.float32, np.float64
 GOLDENS = Path(__file__).parent / 'goldens'
-SHAPES = {'wide': (5, 7), 'tall': (33, 8), 'vec': (9,), 'conv': (3, 2, 4)}
-FILES = 'optim_sgd', 'optim_adam'  # one row per family; each brings all its cases
 THREADS = 1, 2, 3, 7
 
 
@@ -52,121 +48,6 @@ def threads(request, monkeypatch):
     old = set_workers(request.param)
     yield request.param
     set_workers(old)
-
-
-# -- golden runs ------------------------------------------------------------------------------
-
-def read_frame(raw):
-    "Slots of a saved state: step, buffers (one per moment), master."
-    magic, version = raw[:4], raw[3:4]
-    moments, at = (1, 13) if magic[:3] in (b'FZS',) else (2, 4)
-    empty = moments == 1 and struct.unpack('<f', raw[4:8]) == (0,)
-    count, at = struct.unpack_from('<I', raw, at)[0], at + 4
-    slots = []
-    for _ in range(count):
-        at += 2 + struct.unpack_from('<H', raw, at)[0]
-        rows, cols, step = struct.unpack_from('<QQQ', raw, at)
-        n, at, slot = rows * cols, at + 24, [step]
-        for _ in range(moments):
-            tag = 0
-            if version in b'45': tag, at = raw[at], at + 1
-            kind = np.dtype(np.uint16 if tag else np.uint32)
-            length = 0 if empty else n
-            slot.append(np.frombuffer(raw, kind, length, at))
-            at += length * kind.itemsize
-        master = b''
-        if version == b'5':
-            flag, at = raw[at], at + 1
-            master = raw[at:at + 4 * n * flag]
-            at += len(master)
-        slots.append([*slot, np.frombuffer(master, np.uint32)])
-    assert at == len(raw)
-    return slots
-
-
-def check_state(opt, raw):
-    stored = read_frame(raw.tobytes())
-    assert len(stored) == len(opt.slots)
-    for slot, (step, *buffers, master) in zip(opt.slots, stored):
-        assert slot.step == step
-        for ours, theirs in zip(slot.arrays(), buffers): assert np.array_equal(bits(ours), theirs)
-        assert np.array_equal(bits(slot.param.master), master)
-
-
-def golden_cases():
-    for file in FILES:
-        with np.load(GOLDENS / f'{file}.npz') as d:
-            for key in d.files:
-                if key.endswith('/config'): yield pytest.param(file, key[:-7], id=key[:-7])
-
-
-def register(opt, params, named):
-    names = {'wide': 'w_wide', 'vec': 'b'} if named else {}
-    for key, t in params.items(): opt.add_param(t, name=names.get(key))
-
-
-@pytest.mark.parametrize('file, case', list(golden_cases()))
-def test_golden_case(file, case, threads, monkeypatch):
-    d, inputs = np.load(GOLDENS / f'{file}.npz'), np.load(GOLDENS / 'optim_inputs.npz')
-    c = json.loads(str(d[f'{case}/config']))
-    dtype, limit = c['param_dtype'], c['clip_max_norm']
-    if limit is None: monkeypatch.setattr(param, 'CHUNK', 16)  # many portions; not for norms
-    opt = getattr(optim, c['optimizer'])(**c['config'])
-    params = {k: variable(inputs[f'init_{dtype}/{k}'].reshape(s), dtype) for k, s in SHAPES.items()}
-    register(opt, params, c['named'])
-    for t in range(7):
-        for k, s in SHAPES.items():
-            if k in ('vec', 'tall') and not inputs[f'has_grad/{k}'][t]: continue
-            params[k].set_grad(inputs[f'grad/{k}'][t].reshape(s))
-        if limit is not None:
-            assert opt.grad_squared_norm() == d[f'{case}/grad_squared_norm'][t]
-            norm = opt.clip_grad_norm(f32(limit))
-            assert type(norm) is f32 and norm == d[f'{case}/clip_return'][t]
-            for k, p in params.items():
-                if p.grad is not None:
-                    clipped = d[f'{case}/clipped_grad_{k}'][t]
-                    assert np.array_equal(bits(p.grad.numpy()), bits(clipped))
-        opt.step()
-        for k, p in params.items():
-            assert np.array_equal(bits(p.value), bits(d[f'{case}/{k}'][t])), (k, t)
-        if t in (3, 6): check_state(opt, d[f'{case}/state_after_step{t + 1}'])
-        opt.zero_grad()
-
-
-@pytest.mark.parametrize('case, kind', [('big_sgd', optim.SGD), ('big_adamw', optim.AdamW)])
-def test_golden_large_parameter(case, kind, threads):
-    d = np.load(GOLDENS / 'optim_misc.npz')
-    c = json.loads(str(d[f'{case}/config']))
-    n, seed = c['n'], c['seed']
-    w, opt = variable(uniform_fill(seed, np.empty(n, f32), -1, 1)), kind(**c['config'])
-    opt.add_param(w, name='big')
-    for t in range(7):
-        w.set_grad(gaussian_fill(seed + 1 + t, np.empty(n, f32), 0.5))
-        opt.step()
-        assert np.array_equal(bits(w.numpy()[:64]), bits(d[f'{case}/head64'][t]))
-        assert zlib.crc32(w.numpy().tobytes()) == d[f'{case}/crc32'][t]
-
-
-def test_golden_groups(threads):
-    d, inputs = np.load(GOLDENS / 'optim_misc.npz'), np.load(GOLDENS / 'optim_inputs.npz')
-    c = json.loads(str(d['set_groups/config']))
-    params = {k: variable(inputs[f'init_f32/{k}'].reshape(s)) for k, s in SHAPES.items()}
-    members = [getattr(optim, m['optimizer'])(**m['config']) for m in c['members']]
-    for opt, m in zip(members, c['members']):
-        for k in m['params']: opt.add_param(params[k])
-    group, sched = optim.OptimizerSet(members), optim.LrSchedule()
-    for opt in members: sched.attach(opt)
-    for t in range(7):
-        sched.apply(optim.warmup_cosine_factor(t, 7, 3, 0.05))
-        assert members[0].lr == d['set_groups/first_lr'][t]
-        for k, s in SHAPES.items():
-            if k in ('vec', 'tall') and not inputs[f'has_grad/{k}'][t]: continue
-            params[k].set_grad(inputs[f'grad/{k}'][t].reshape(s))
-        assert group.grad_squared_norm() == d['set_groups/grad_squared_norm'][t]
-        assert group.clip_grad_norm(c['clip_max_norm']) == d['set_groups/clip_return'][t]
-        group.step()
-        group.zero_grad()
-        for k, p in params.items(): assert np.array_equal(bits(p), bits(d[f'set_groups/{k}'][t]))
 
 
 # -- an independent formula -------------------------------------------------------------------
