@@ -27,6 +27,27 @@ def test_a1_one_training_step():
     assert losses[-1] < losses[0]
 
 
+def test_a2_bf16_parameters_train_through_f32_masters():
+    import fucina
+    from fucina import optim
+
+    w = fucina.variable([[1, -2], [0.5, 3]], "out in", dtype="bf16")
+    assert w.bits.tolist() == [[0x3F80, 0xC000], [0x3F00, 0x4040]]
+    x = fucina.constant([[1.0, 2.0]], "t in")
+
+    opt = optim.AdamW(lr=0.05)
+    opt.add_param(w)                               # allocates and fills the f32 master
+
+    with fucina.exec_scope():
+        loss = x.dot(w, "in").sum_all()            # 16-bit right operand; dW arrives as f32
+        loss.backward()
+    assert w.grad.dtype == "f32"                   # leaf gradients outlive the scope
+
+    opt.step()                                     # steps the master, narrows back into w
+    opt.zero_grad()
+    assert w.requires_grad and w.grad is None
+
+
 def test_a3_warmup_cosine_endpoints():
     from fucina import optim
 
@@ -34,6 +55,67 @@ def test_a3_warmup_cosine_endpoints():
     assert abs(f(0, 100, 10, 0.1) - 0.1) < 1e-12
     assert abs(f(9, 100, 10, 0.1) - 1.0) < 1e-12
     assert abs(f(100, 100, 10, 0.1) - 0.1) < 1e-9
+
+
+def test_a4_parameter_groups_under_one_set_with_a_schedule():
+    import fucina
+    from fucina import optim
+
+    w = fucina.variable([[0.1, -0.2], [0.3, 0.4]], "class in")
+    b = fucina.variable([0, 0], "class")
+    x = fucina.constant([[1, 2], [-1, 0.5]], "batch in")
+    labels = [0, 1]
+
+    decay    = optim.AdamW(lr=2e-2, weight_decay=0.1)
+    no_decay = optim.AdamW(lr=2e-2, weight_decay=0)
+    decay.add_param(w)                             # matrices
+    no_decay.add_param(b)                          # biases and norms
+    group = optim.OptimizerSet([decay, no_decay])
+
+    sched = optim.LrSchedule()
+    sched.attach(decay)                            # captures 2e-2 as the base
+    sched.attach(no_decay)
+
+    for step in range(4):
+        sched.apply(optim.warmup_cosine_factor(step, 100, 10, 0.1))
+        with fucina.exec_scope():
+            loss = (x.dot(w, "in") + b).cross_entropy("class", labels)
+            loss.backward()
+            group.clip_grad_norm(1.0)              # one global norm over both groups
+            group.step()
+            group.zero_grad()
+    assert abs(decay.config.lr - 2e-2 * 0.4) < 1e-9
+
+
+def test_a5_optimizer_state_matches_by_name():
+    import io
+
+    import pytest
+
+    import fucina
+    from fucina import optim
+
+    w = fucina.variable([1, 2, 3, 4], "d")
+    b = fucina.variable([5, 6], "e")
+
+    opt = optim.SGD(lr=0.1, momentum=0.9)
+    opt.add_param(w, name="w")
+    opt.add_param(b, name="b")
+    with fucina.exec_scope():
+        w.sum_all().backward()
+        opt.step()                                 # fills w's momentum buffer; b has no gradient and is skipped
+        opt.zero_grad()
+    buf = io.BytesIO()
+    opt.save_state(buf)
+
+    opt2 = optim.SGD(lr=0.1, momentum=0.9)         # resume: any order of registration
+    opt2.add_param(b, name="b")
+    opt2.add_param(w, name="w")
+    opt2.load_state(io.BytesIO(buf.getvalue()))
+
+    opt3 = optim.SGD(lr=0.1, momentum=0.5)         # structural fields must match; lr is not one
+    with pytest.raises(optim.CheckpointConfigMismatchError):
+        opt3.load_state(io.BytesIO(buf.getvalue()))
 
 
 def test_b1_named_contraction_reduction_gradient():

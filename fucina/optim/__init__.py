@@ -1,7 +1,12 @@
-"""Optimizers: SGD, Adam, AdamW, groups, clipping and learning-rate schedules."""
-from fucina.errors import (DTypeError, DuplicateParamError, GradShapeMismatchError,
-                           InvalidConfigError, NonContiguousParamError, NotAVariableError,
-                           OptimError)
+"""Optimizers: five of them, groups, clipping, learning-rate schedules and saved state."""
+from fucina.errors import (CheckpointConfigMismatchError, CheckpointDtypeMismatchError,
+                           CheckpointDuplicateNameError, CheckpointInvalidNameError,
+                           CheckpointMagicMismatchError, CheckpointMissingEntryError,
+                           CheckpointShapeMismatchError, CheckpointTooManyEntriesError,
+                           CheckpointUnknownNameError, CheckpointUnsupportedDtypeError,
+                           DTypeError, DuplicateParamError, EndOfStreamError,
+                           GradShapeMismatchError, InvalidConfigError, InvalidShapeError,
+                           NonContiguousParamError, NotAVariableError, OptimError)
 from fucina.kernels import sum_squares
 from fucina.optim.adam import Adam, AdamConfig, AdamW, AdamWConfig
 from fucina.optim.frames import Optimizer, inspect_state, load_tensors, save_tensors
@@ -14,6 +19,12 @@ from fucina.optim.sgd import SGD, SgdConfig
 __all__ = ['SGD', 'Adam', 'AdamW', 'SgdConfig', 'AdamConfig', 'AdamWConfig', 'StateDType',
            'Param', 'Config', 'Optimizer', 'OptimizerSet', 'AnyOptimizer', 'any_optimizer',
            'LrSchedule', 'warmup_cosine_factor', 'sum_squares', 'inspect_state',
-           'save_tensors', 'load_tensors', 'OptimError', 'DTypeError',
-           'DuplicateParamError', 'GradShapeMismatchError', 'InvalidConfigError',
-           'NonContiguousParamError', 'NotAVariableError']
+           'save_tensors', 'load_tensors',
+           'OptimError', 'DTypeError', 'DuplicateParamError', 'GradShapeMismatchError',
+           'InvalidConfigError', 'InvalidShapeError', 'NonContiguousParamError',
+           'NotAVariableError', 'EndOfStreamError', 'CheckpointConfigMismatchError',
+           'CheckpointDtypeMismatchError', 'CheckpointDuplicateNameError',
+           'CheckpointInvalidNameError', 'CheckpointMagicMismatchError',
+           'CheckpointMissingEntryError', 'CheckpointShapeMismatchError',
+           'CheckpointTooManyEntriesError', 'CheckpointUnknownNameError',
+           'CheckpointUnsupportedDtypeError']
