@@ -9,6 +9,7 @@ from fucina.errors import (CheckpointConfigMismatchError, CheckpointDtypeMismatc
                            NonContiguousParamError, NotAVariableError, OptimError)
 from fucina.kernels import sum_squares
 from fucina.optim.adam import Adam, AdamConfig, AdamW, AdamWConfig
+from fucina.optim.apollo import Apollo, ApolloConfig, ApolloScaleType
 from fucina.optim.frames import Optimizer, inspect_state, load_tensors, save_tensors
 from fucina.optim.group import AnyOptimizer, OptimizerSet, any_optimizer
 from fucina.optim.moments import Config, StateDType
@@ -16,8 +17,9 @@ from fucina.optim.param import Param
 from fucina.optim.schedule import LrSchedule, warmup_cosine_factor
 from fucina.optim.sgd import SGD, SgdConfig
 
-__all__ = ['SGD', 'Adam', 'AdamW', 'SgdConfig', 'AdamConfig', 'AdamWConfig', 'StateDType',
-           'Param', 'Config', 'Optimizer', 'OptimizerSet', 'AnyOptimizer', 'any_optimizer',
+__all__ = ['SGD', 'Adam', 'AdamW', 'SgdConfig', 'AdamConfig', 'AdamWConfig', 'Apollo',
+           'ApolloConfig', 'ApolloScaleType', 'StateDType', 'Param', 'Config', 'Optimizer',
+           'OptimizerSet', 'AnyOptimizer', 'any_optimizer',
            'LrSchedule', 'warmup_cosine_factor', 'sum_squares', 'inspect_state',
            'save_tensors', 'load_tensors',
            'OptimError', 'DTypeError', 'DuplicateParamError', 'GradShapeMismatchError',
