@@ -41,7 +41,7 @@ with suppress(ImportError): import fcntl  # not on Windows
 # %% ../nbs/07_safetensors.ipynb #ddb18770
 from .errors import SafetensorsError  # noqa: F401  `except safetensors.SafetensorsError`
 
-# %% ../nbs/07_safetensors.ipynb #e84c2f19
+# %% ../nbs/07_safetensors.ipynb #53839647
 class DType(Enum):
     "The dtypes of the format: position, bits per element, storage in NumPy."
 
@@ -59,36 +59,36 @@ class DType(Enum):
     def _missing_(cls, value: object) -> 'DType':
         for dtype in cls:
             if dtype.name == value: return dtype
-        raise UnsupportedDtypeTagError(f'{_shown(value)} is no dtype of the format')
+        raise UnsupportedDtypeTagError(f'{shown(value)} is no dtype of the format')
 
     @property
     def string(self) -> str:
         "The tag in the header."
         return self.name
 
-# %% ../nbs/07_safetensors.ipynb #e1de5516
+# %% ../nbs/07_safetensors.ipynb #d3d121cf
 _TAGS = {dtype.name: dtype for dtype in DType}
-_FUCINA = {'f32': DType.F32, 'f16': DType.F16, 'bf16': DType.BF16, 'i64': DType.I64,
-           'f8_e4m3': DType.F8_E4M3, 'f8_e5m2': DType.F8_E5M2}
-_NAMES = {dtype: name for name, dtype in _FUCINA.items()}
+FROM_FUCINA = {'f32': DType.F32, 'f16': DType.F16, 'bf16': DType.BF16, 'i64': DType.I64,
+               'f8_e4m3': DType.F8_E4M3, 'f8_e5m2': DType.F8_E5M2}
+TO_FUCINA = {dtype: name for name, dtype in FROM_FUCINA.items()}
 _brief = Repr()
 _brief.maxstring = _brief.maxother = 160
-_shown = _brief.repr  # a name may have millions of letters, a message should not
+shown = _brief.repr  # a name may have millions of letters, a message should not
 
-# %% ../nbs/07_safetensors.ipynb #122bc457
+# %% ../nbs/07_safetensors.ipynb #5bca2932
 def dtype_from_fucina(
     name: str,  # 'f32', 'f16', 'bf16', 'i64', 'f8_e4m3' or 'f8_e5m2'
 ) -> DType:
     "The dtype of the format for one of ours."
-    if name in _FUCINA: return _FUCINA[name]
-    raise UnsupportedDtypeTagError(f'{_shown(name)} has no counterpart in the format')
+    if name in FROM_FUCINA: return FROM_FUCINA[name]
+    raise UnsupportedDtypeTagError(f'{shown(name)} has no counterpart in the format')
 
 def dtype_to_fucina(dtype: DType) -> str:
     "Our name for a dtype of the format."
-    if dtype in _NAMES: return _NAMES[dtype]
+    if dtype in TO_FUCINA: return TO_FUCINA[dtype]
     raise UnsupportedDtypeTagError(f'we have no dtype for {dtype.name}')
 
-# %% ../nbs/07_safetensors.ipynb #44fd3249
+# %% ../nbs/07_safetensors.ipynb #e84d14f6
 LIMIT = 2**64 - 1
 MAX_HEADER_SIZE = 100_000_000  # bytes
 
@@ -102,14 +102,14 @@ def byte_length(
     for size in (*shape, dtype.bitsize):
         n *= size
         if n > LIMIT:
-            raise ValidationOverflowError(f'{_shown(name)} has a size beyond 64 bits: '
-                                          f'{dtype.name} {_shown(list(shape))}')
+            raise ValidationOverflowError(f'{shown(name)} has a size beyond 64 bits: '
+                                          f'{dtype.name} {shown(list(shape))}')
     if n % 8:
-        raise MisalignedSliceError(f'{_shown(name)} does not end on a byte: '
-                                   f'{dtype.name} {_shown(list(shape))}')
+        raise MisalignedSliceError(f'{shown(name)} does not end on a byte: '
+                                   f'{dtype.name} {shown(list(shape))}')
     return n // 8
 
-# %% ../nbs/07_safetensors.ipynb #32180128
+# %% ../nbs/07_safetensors.ipynb #dbd8e3b5
 class TensorEntry(NamedTuple):
     "A tensor to be written."
     name: str
@@ -124,53 +124,54 @@ def payload(
     "The bytes of a contiguous buffer, flat, without a copy."
     view = memoryview(_as_bytes(data, name) if isinstance(data, np.ndarray) else data)
     if not view.c_contiguous:
-        raise UnsupportedViewError(f'{_shown(name)}: shape {view.shape} with strides '
+        raise UnsupportedViewError(f'{shown(name)}: shape {view.shape} with strides '
                                    f'{view.strides} is not contiguous')
-    return view.cast('B') if view.nbytes else memoryview(b'')
+    return view.cast('B') if view.nbytes else np.empty(0, np.uint8).data
 
 def _as_bytes(a: np.ndarray, name: str) -> Any:
     if a.dtype.char == 'B' or not a.flags.c_contiguous: return a
     if a.dtype != a.dtype.newbyteorder('<'):
-        raise DTypeError(f'{_shown(name)}: {a.dtype.str} is not little-endian')
+        raise DTypeError(f'{shown(name)}: {a.dtype.str} is not little-endian')
     return a.reshape(-1).view(np.uint8)
 
-# %% ../nbs/07_safetensors.ipynb #e5e2ffd6
-def _is_text(s: Any) -> bool:
+# %% ../nbs/07_safetensors.ipynb #90431072
+def is_text(s: Any) -> bool:
+    "Whether this is a string that UTF-8 can hold."
     if not isinstance(s, str): return False
     try: s.encode()
     except UnicodeEncodeError: return False  # half of a surrogate pair
     return True
 
 def _check_name(name: Any) -> None:
-    if not name or not _is_text(name) or name == '__metadata__':
-        raise InvalidTensorNameError(f'{_shown(name)} cannot be the name of a tensor')
+    if not name or not is_text(name) or name == '__metadata__':
+        raise InvalidTensorNameError(f'{shown(name)} cannot be the name of a tensor')
 
 def _check_entry(t: Any, dtype: DType) -> tuple[list[int], memoryview]:
     "Shape and bytes of an entry."
     _check_name(t.name)
     shape = [index(n) for n in t.shape]
     if shape and min(shape) < 0:
-        raise TensorInvalidInfoError(f'{_shown(t.name)} has a negative size: {shape}')
+        raise TensorInvalidInfoError(f'{shown(t.name)} has a negative size: {shape}')
     size, data = byte_length(dtype, shape, t.name), payload(t.data, t.name)
     if data.nbytes != size:
-        raise TensorInvalidInfoError(f'{_shown(t.name)}, {dtype.name} {shape}, has '
+        raise TensorInvalidInfoError(f'{shown(t.name)}, {dtype.name} {shape}, has '
                                      f'{size} bytes; {data.nbytes} were given')
     return shape, data
 
-# %% ../nbs/07_safetensors.ipynb #c6b63a74
+# %% ../nbs/07_safetensors.ipynb #efff128c
 def _check_metadata(metadata: Any) -> dict[str, str]:
     pairs = metadata.items() if isinstance(metadata, Mapping) else metadata or ()
     found: dict[str, str] = {}
     for key, value in pairs:
-        if not key or not _is_text(key):
-            raise InvalidTensorNameError(f'{_shown(key)} cannot be a metadata key')
-        if not _is_text(value):
-            raise InvalidMetadataError(f'metadata {_shown(key)} is no text')
-        if key in found: raise InvalidMetadataError(f'metadata {_shown(key)} twice')
+        if not key or not is_text(key):
+            raise InvalidTensorNameError(f'{shown(key)} cannot be a metadata key')
+        if not is_text(value):
+            raise InvalidMetadataError(f'metadata {shown(key)} is no text')
+        if key in found: raise InvalidMetadataError(f'metadata {shown(key)} twice')
         found[key] = value
     return found
 
-# %% ../nbs/07_safetensors.ipynb #19b81a99
+# %% ../nbs/07_safetensors.ipynb #743dd454
 _quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 def _place(tensors: Sequence[Any]) -> tuple[list[str], list[memoryview]]:
@@ -179,7 +180,7 @@ def _place(tensors: Sequence[Any]) -> tuple[list[str], list[memoryview]]:
     for dtype, t in sorted(rows, key=lambda row: (-row[0].order, row[1].name)):
         shape, data = _check_entry(t, dtype)
         if t.name in records:
-            raise DuplicateTensorNameError(f'two tensors are called {_shown(t.name)}')
+            raise DuplicateTensorNameError(f'two tensors are called {shown(t.name)}')
         end = start + data.nbytes
         if end > LIMIT: raise ValidationOverflowError('the data exceed 64 bits')
         sizes = ','.join(map(str, shape))
@@ -225,7 +226,7 @@ def write_all(writer: Any, data: bytes | memoryview) -> None:
         if n == 0: raise OSError('the writer takes no more bytes')
         view = view[len(view) if n is None else n:]
 
-# %% ../nbs/07_safetensors.ipynb #e22d96e1
+# %% ../nbs/07_safetensors.ipynb #2d7bcdf3
 def strict_json(
     text: str,
 ) -> Any:  # `-0` is a float, so it is no size
@@ -240,27 +241,27 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) == len(pairs): return found
     seen: set[str] = set()
     for key, _ in pairs:
-        if key in seen: raise ValueError(f'key {_shown(key)} occurs twice')
+        if key in seen: raise ValueError(f'key {shown(key)} occurs twice')
         seen.add(key)
     return found
 
 def _no_number(text: str) -> Any: raise ValueError(f'{text} is no JSON')
 def _integer(text: str) -> float: return -0.0 if text == '-0' else int(text)
 
-# %% ../nbs/07_safetensors.ipynb #9cd11ab4
+# %% ../nbs/07_safetensors.ipynb #6e745cce
 def _malformed(name: str, what: str, value: Any) -> FucinaError:
     return InvalidHeaderDeserializationError(
-        f'{_shown(name)}: {what}, got {_shown(value)}')
+        f'{shown(name)}: {what}, got {shown(value)}')
 
 def _sizes(name: str, what: str, value: Any) -> list[int]:
     if type(value) is not list: raise _malformed(name, f'{what} is a list', value)
     for n in value:
         if type(n) is not int or n < 0: raise _malformed(name, f'{what} holds sizes', n)
         if n > LIMIT:
-            raise ValidationOverflowError(f'{_shown(name)}: {what} exceeds 64 bits')
+            raise ValidationOverflowError(f'{shown(name)}: {what} exceeds 64 bits')
     return value
 
-# %% ../nbs/07_safetensors.ipynb #6a8593eb
+# %% ../nbs/07_safetensors.ipynb #b2e106d5
 Row = tuple[int, int, str, DType, tuple[int, ...]]  # begin, end, name, dtype, shape
 
 def _record(name: str, value: Any) -> Row:
@@ -269,14 +270,14 @@ def _record(name: str, value: Any) -> Row:
     tag = value.get('dtype')
     if type(tag) is not str: raise _malformed(name, 'dtype is a text', tag)
     if tag not in _TAGS:
-        raise UnsupportedDtypeTagError(f'{_shown(name)}: unknown {_shown(tag)}')
+        raise UnsupportedDtypeTagError(f'{shown(name)}: unknown {shown(tag)}')
     shape, span = _sizes(name, 'shape', value.get('shape')), value.get('data_offsets')
     if type(span) is not list or len(span) != 2:
         raise _malformed(name, 'data_offsets is a pair', span)
     begin, end = _sizes(name, 'data_offsets', span)
     return begin, end, name, _TAGS[tag], tuple(shape)
 
-# %% ../nbs/07_safetensors.ipynb #786e2996
+# %% ../nbs/07_safetensors.ipynb #8d394442
 def _cover(
     rows: list[Row],  # sorted
     size: int | None,  # bytes of data that are there, None: unknown
@@ -285,14 +286,14 @@ def _cover(
     start = 0
     for begin, end, name, dtype, shape in rows:
         if begin != start or end < begin:
-            raise InvalidOffsetError(f'{_shown(name)} lies from byte {begin} to {end} '
+            raise InvalidOffsetError(f'{shown(name)} lies from byte {begin} to {end} '
                                      f'where byte {start} is next')
         length = byte_length(dtype, shape, name)
         if length != end - begin:
-            raise TensorInvalidInfoError(f'{_shown(name)}, {dtype.name} {list(shape)}, has '
+            raise TensorInvalidInfoError(f'{shown(name)}, {dtype.name} {list(shape)}, has '
                                          f'{length} bytes, its range {end - begin}')
         if size is not None and size < end:
-            raise MetadataIncompleteBufferError(f'{_shown(name)} ends at byte {end} of the '
+            raise MetadataIncompleteBufferError(f'{shown(name)} ends at byte {end} of the '
                                                 f'data, the file at {size}')
         start = end
     return start
@@ -324,10 +325,10 @@ def _read_header(raw: Any, size: int | None) -> tuple[list[Row], dict[str, str],
     rows.sort()
     return rows, metadata, _cover(rows, size)
 
-# %% ../nbs/07_safetensors.ipynb #ba108ff9
+# %% ../nbs/07_safetensors.ipynb #d615690b
 def _texts(value: Any) -> dict[str, str]:
     if type(value) is dict and all(isinstance(v, str) for v in value.values()): return value
-    raise InvalidMetadataError(f'metadata is a table of texts, got {_shown(value)}')
+    raise InvalidMetadataError(f'metadata is a table of texts, got {shown(value)}')
 
 def _header_length(raw: Any) -> int:
     n = int.from_bytes(raw, 'little')
@@ -336,13 +337,13 @@ def _header_length(raw: Any) -> int:
                                   f'{MAX_HEADER_SIZE}')
     return n
 
-# %% ../nbs/07_safetensors.ipynb #ff2e300d
+# %% ../nbs/07_safetensors.ipynb #138b701b
 def _bounds(t: Any, ranges: Any) -> list[tuple[int, int]]:
     found = [(start, size if end is None else end)
              for (start, end), size in zip(ranges, t.shape)]
     if len(ranges) > len(t.shape) or not all(
             0 <= start <= end <= size for (start, end), size in zip(found, t.shape)):
-        raise InvalidSliceError(f'{t!r} has no part {_shown(ranges)}')
+        raise InvalidSliceError(f'{t!r} has no part {shown(ranges)}')
     if t.dtype.bitsize % 8:
         raise MisalignedSliceError(f'{t!r}: a part does not start on a byte')
     return found
@@ -355,7 +356,7 @@ def _cut(t: Any, bounds: list[tuple[int, int]]) -> bytes:
         rows *= end - start
     return a.tobytes()
 
-# %% ../nbs/07_safetensors.ipynb #a99c0392
+# %% ../nbs/07_safetensors.ipynb #713433a7
 class TensorInfo(NamedTuple):
     "A tensor of a file."
     name: str
@@ -365,7 +366,7 @@ class TensorInfo(NamedTuple):
     data: memoryview  # read-only, the bytes in the file
 
     def __repr__(self) -> str:
-        return f'TensorInfo({_shown(self.name)}, {self.dtype.name} {list(self.shape)})'
+        return f'TensorInfo({shown(self.name)}, {self.dtype.name} {list(self.shape)})'
 
     @property
     def array(self) -> np.ndarray:
@@ -430,7 +431,7 @@ class Opened:
     def __enter__(self: T) -> T: return self
     def __exit__(self, *error: Any) -> None: self.close()
 
-# %% ../nbs/07_safetensors.ipynb #4d137b08
+# %% ../nbs/07_safetensors.ipynb #8d85c817
 class Tensors(Opened):
     "Questions to a file."
 
@@ -450,7 +451,7 @@ class Tensors(Opened):
     def tensor(self, name: str) -> TensorInfo:
         "The tensor of this name; TensorNotFoundError if there is none."
         t = self.maybe_tensor(name)
-        if t is None: raise TensorNotFoundError(f'there is no tensor {_shown(name)}')
+        if t is None: raise TensorNotFoundError(f'there is no tensor {shown(name)}')
         return t
 
 # %% ../nbs/07_safetensors.ipynb #49f0b1c8
@@ -612,7 +613,7 @@ def is_index_path(path: str | os.PathLike[str]) -> bool:
     "Whether a path ends like the index of a split model."
     return os.fsdecode(path).endswith('.safetensors.index.json')
 
-# %% ../nbs/07_safetensors.ipynb #3051b475
+# %% ../nbs/07_safetensors.ipynb #11a750de
 def _read_index(path: Any) -> tuple[dict[str, str], int | None]:
     "File of each tensor, and total size."
     with _opened(path) as f:
@@ -624,7 +625,7 @@ def _read_index(path: Any) -> tuple[dict[str, str], int | None]:
         if type(files) is not dict: raise InvalidIndexError('there is no table weight_map')
         for leaf in files.values():
             if not _is_leaf(leaf):
-                raise InvalidIndexError(f'{_shown(leaf)} is no plain file name')
+                raise InvalidIndexError(f'{shown(leaf)} is no plain file name')
     about = found.get('metadata')
     total = about.get('total_size') if type(about) is dict else None
     return files, total if type(total) is int and total >= 0 else None
@@ -633,7 +634,7 @@ def _is_leaf(leaf: Any) -> bool:
     return (isinstance(leaf, str) and leaf != '' and os.path.basename(leaf) == leaf
             and not any(part in leaf for part in ('/', '\\', '..', '\0')))
 
-# %% ../nbs/07_safetensors.ipynb #67dcce73
+# %% ../nbs/07_safetensors.ipynb #b9e02f38
 def _open_files(
     index_path: Any,
     load: Callable[[str], File],
@@ -648,7 +649,7 @@ def _open_files(
             tensors[name] = files[leaf].maybe_tensor(name)
             if tensors[name] is None:
                 raise InvalidIndexError(f'{os.fspath(index_path)}: there is no tensor '
-                                        f'{_shown(name)} in {leaf}')
+                                        f'{shown(name)} in {leaf}')
         opened.pop_all()  # they stay open
     return files, tensors, total_size
 

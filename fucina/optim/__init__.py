@@ -16,12 +16,15 @@ from fucina.optim.moments import Config, StateDType
 from fucina.optim.param import Param
 from fucina.optim.schedule import LrSchedule, warmup_cosine_factor
 from fucina.optim.sgd import SGD, SgdConfig
+from fucina.state_dict import (LoadOptions, NamedTensor, NamedTensorMut,
+                               load_state_dict, save_state_dict)
 
 __all__ = ['SGD', 'Adam', 'AdamW', 'SgdConfig', 'AdamConfig', 'AdamWConfig', 'Apollo',
            'ApolloConfig', 'ApolloScaleType', 'StateDType', 'Param', 'Config', 'Optimizer',
            'OptimizerSet', 'AnyOptimizer', 'any_optimizer',
            'LrSchedule', 'warmup_cosine_factor', 'sum_squares', 'inspect_state',
-           'save_tensors', 'load_tensors',
+           'save_tensors', 'load_tensors', 'NamedTensor', 'NamedTensorMut', 'LoadOptions',
+           'save_state_dict', 'load_state_dict',
            'OptimError', 'DTypeError', 'DuplicateParamError', 'GradShapeMismatchError',
            'InvalidConfigError', 'InvalidShapeError', 'NonContiguousParamError',
            'NotAVariableError', 'EndOfStreamError', 'CheckpointConfigMismatchError',
