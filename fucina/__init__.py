@@ -11,6 +11,7 @@ from .exec import ExecContext, current_context, exec_scope, get_gemm, set_gemm
 from .kernels import get_num_threads, set_num_threads
 from .ops.contractions import einsum_many
 from .ops.indexing import concat, stack
+from .param_registry import ParamRegistry, load, save
 from .tensor import (Tensor, constant, empty, from_bits, from_numpy, full, gather,
                      kaiming_uniform, normal, ones, rand, randn, scalar, uniform, variable,
                      xavier_uniform, zeros)
@@ -23,6 +24,7 @@ __all__ = [
     'scalar', 'uniform', 'rand', 'normal', 'randn', 'kaiming_uniform', 'xavier_uniform',
     'gather', 'concat', 'stack', 'einsum_many',
     'exec_scope', 'ExecContext', 'current_context', 'no_grad', 'is_grad_enabled',
+    'ParamRegistry', 'save', 'load',
     'checkpoint', 'custom_vjp', 'gradcheck', 'GradcheckResult', 'Batches',
     'set_gemm', 'get_gemm', 'set_num_threads', 'get_num_threads', 'config', 'warmup',
 ]

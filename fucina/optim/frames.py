@@ -6,10 +6,10 @@
 __all__ = ['LAYOUTS', 'DTYPES', 'Source', 'write', 'packed', 'count_field', 'save_tensors', 'load_tensors', 'Records', 'Layout',
            'checked_names', 'Saving', 'Optimizer', 'SlotInfo', 'FrameInfo', 'inspect_state', 'Routed']
 
-# %% ../../nbs/11aa_frames.ipynb #dd20e73d
+# %% ../../nbs/11aa_frames.ipynb #d608ddeb
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,10 +23,12 @@ from ..errors import (CheckpointConfigMismatchError, CheckpointDtypeMismatchErro
                            DTypeError, EndOfStreamError, NonContiguousParamError)
 from ..kernels import f32
 from ..ops.named import Named
-from .moments import Base, show_html, show_text
+from .moments import Base
 from .param import Param, Slot, Slots, keep_master, publish
+from ..param_registry import show_html, show_text
+from ..safetensors import read_exact, write_all
 
-# %% ../../nbs/11aa_frames.ipynb #c92ba11d
+# %% ../../nbs/11aa_frames.ipynb #82fa12cb
 class Source:
     "A stream that is read field by field."
 
@@ -35,17 +37,9 @@ class Source:
     def take(self,
         n: int,  # bytes; may be far more than there are
         what: str,  # for the message
-    ) -> bytearray:
+    ) -> memoryview:
         "The next `n` bytes; EndOfStreamError if there are fewer."
-        data = bytearray()
-        while len(data) < n:
-            part = self.reader.read(min(n - len(data), max(len(data), 2**16), 2**24))
-            if isinstance(part, str):
-                raise TypeError("the stream holds text; open the file with mode 'rb'")
-            if not part:
-                raise EndOfStreamError(f'the stream ends inside {what}, after '
-                                       f'{self.count + len(data)} bytes')
-            data += part
+        data = read_exact(self.reader, n, what)
         self.count += n
         return data
 
@@ -61,20 +55,17 @@ class Source:
         "Read `n` bytes and forget them."
         for start in range(0, n, 2**20): self.take(min(n - start, 2**20), what)
 
-# %% ../../nbs/11aa_frames.ipynb #ee0cb1be
+# %% ../../nbs/11aa_frames.ipynb #7651f061
+def _as_bytes(part):
+    if not isinstance(part, np.ndarray): return part
+    return part.astype(part.dtype.newbyteorder('<'), copy=False).reshape(-1).view('u1').data
+
 def write(
     writer: Any,  # has write(bytes)
-    fields: Sequence[Any],  # bytes and arrays, in order
+    fields: Iterable[Any],  # bytes and arrays, in order
 ) -> None:
     "Write everything, little-endian and without gaps."
-    for part in fields:
-        if isinstance(part, np.ndarray):
-            part = part.astype(part.dtype.newbyteorder('<'), copy=False).reshape(-1).view('u1')
-        view, at = memoryview(part), 0
-        while at < len(view):
-            block = bytes(view[at:at + 2**20])
-            taken = writer.write(block)
-            at += taken if isinstance(taken, int) else len(block)
+    write_all(writer, map(_as_bytes, fields))
 
 def packed(
     code: str,  # as NumPy spells it
