@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['fcntl', 'LIMIT', 'MAX_HEADER_SIZE', 'Metadata', 'T', 'DType', 'dtype_from_fucina', 'dtype_to_fucina', 'byte_length',
            'TensorEntry', 'payload', 'serialize', 'serialize_alloc', 'write_all', 'strict_json', 'no_collection',
-           'TensorInfo', 'read_exact', 'Opened', 'Tensors', 'File', 'read_prefix', 'sync_file', 'sync_directory',
-           'make_directory', 'write_atomic', 'save_file_atomic', 'is_index_path', 'Sharded']
+           'TensorInfo', 'read_exact', 'Opened', 'Tensors', 'Buffer', 'File', 'read_prefix', 'sync_file',
+           'sync_directory', 'make_directory', 'write_atomic', 'save_file_atomic', 'is_index_path', 'Sharded']
 
-# %% ../nbs/07_safetensors.ipynb #2496b6f0
+# %% ../nbs/07_safetensors.ipynb #7bab0c91
 import errno
 import gc
 import io
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from operator import index
@@ -41,7 +41,7 @@ with suppress(ImportError): import fcntl  # not on Windows
 # %% ../nbs/07_safetensors.ipynb #ddb18770
 from .errors import SafetensorsError  # noqa: F401  `except safetensors.SafetensorsError`
 
-# %% ../nbs/07_safetensors.ipynb #53839647
+# %% ../nbs/07_safetensors.ipynb #b4875b2a
 class DType(Enum):
     "The dtypes of the format: position, bits per element, storage in NumPy."
 
@@ -54,28 +54,24 @@ class DType(Enum):
 
     def __init__(self, order: int, bitsize: int, storage: str):
         self.order, self.bitsize, self.storage = order, bitsize, storage
+        self.string: str = self._name_  # the tag in the header
 
     @classmethod
     def _missing_(cls, value: object) -> 'DType':
         for dtype in cls:
-            if dtype.name == value: return dtype
+            if dtype.string == value: return dtype
         raise UnsupportedDtypeTagError(f'{shown(value)} is no dtype of the format')
 
-    @property
-    def string(self) -> str:
-        "The tag in the header."
-        return self.name
-
-# %% ../nbs/07_safetensors.ipynb #d3d121cf
-_TAGS = {dtype.name: dtype for dtype in DType}
+# %% ../nbs/07_safetensors.ipynb #7cf6c55e
+_TAGS = {dtype.string: dtype for dtype in DType}
 FROM_FUCINA = {'f32': DType.F32, 'f16': DType.F16, 'bf16': DType.BF16, 'i64': DType.I64,
                'f8_e4m3': DType.F8_E4M3, 'f8_e5m2': DType.F8_E5M2}
 TO_FUCINA = {dtype: name for name, dtype in FROM_FUCINA.items()}
 _brief = Repr()
-_brief.maxstring = _brief.maxother = 160
+_brief.maxstring, _brief.maxlist = 160, 16
 shown = _brief.repr  # a name may have millions of letters, a message should not
 
-# %% ../nbs/07_safetensors.ipynb #5bca2932
+# %% ../nbs/07_safetensors.ipynb #9a946f91
 def dtype_from_fucina(
     name: str,  # 'f32', 'f16', 'bf16', 'i64', 'f8_e4m3' or 'f8_e5m2'
 ) -> DType:
@@ -86,9 +82,9 @@ def dtype_from_fucina(
 def dtype_to_fucina(dtype: DType) -> str:
     "Our name for a dtype of the format."
     if dtype in TO_FUCINA: return TO_FUCINA[dtype]
-    raise UnsupportedDtypeTagError(f'we have no dtype for {dtype.name}')
+    raise UnsupportedDtypeTagError(f'we have no dtype for {dtype.string}')
 
-# %% ../nbs/07_safetensors.ipynb #e84d14f6
+# %% ../nbs/07_safetensors.ipynb #61fc10a6
 LIMIT = 2**64 - 1
 MAX_HEADER_SIZE = 100_000_000  # bytes
 
@@ -103,13 +99,13 @@ def byte_length(
         n *= size
         if n > LIMIT:
             raise ValidationOverflowError(f'{shown(name)} has a size beyond 64 bits: '
-                                          f'{dtype.name} {shown(list(shape))}')
+                                          f'{dtype.string} {shown(list(shape))}')
     if n % 8:
         raise MisalignedSliceError(f'{shown(name)} does not end on a byte: '
-                                   f'{dtype.name} {shown(list(shape))}')
+                                   f'{dtype.string} {shown(list(shape))}')
     return n // 8
 
-# %% ../nbs/07_safetensors.ipynb #dbd8e3b5
+# %% ../nbs/07_safetensors.ipynb #cace26a6
 class TensorEntry(NamedTuple):
     "A tensor to be written."
     name: str
@@ -126,6 +122,7 @@ def payload(
     if not view.c_contiguous:
         raise UnsupportedViewError(f'{shown(name)}: shape {view.shape} with strides '
                                    f'{view.strides} is not contiguous')
+    if view.ndim == 1 and view.format == 'B': return view
     return view.cast('B') if view.nbytes else np.empty(0, np.uint8).data
 
 def _as_bytes(a: np.ndarray, name: str) -> Any:
@@ -134,7 +131,7 @@ def _as_bytes(a: np.ndarray, name: str) -> Any:
         raise DTypeError(f'{shown(name)}: {a.dtype.str} is not little-endian')
     return a.reshape(-1).view(np.uint8)
 
-# %% ../nbs/07_safetensors.ipynb #90431072
+# %% ../nbs/07_safetensors.ipynb #be8deeba
 def is_text(s: Any) -> bool:
     "Whether this is a string that UTF-8 can hold."
     if not isinstance(s, str): return False
@@ -146,17 +143,29 @@ def _check_name(name: Any) -> None:
     if not name or not is_text(name) or name == '__metadata__':
         raise InvalidTensorNameError(f'{shown(name)} cannot be the name of a tensor')
 
-def _check_entry(t: Any, dtype: DType) -> tuple[list[int], memoryview]:
-    "Shape and bytes of an entry."
+# %% ../nbs/07_safetensors.ipynb #249cbcd8
+Checked = tuple[int, str, DType, list[int], memoryview]  # minus order, name, dtype, ...
+
+def _check_entry(t: Any, dtype: DType) -> Checked:
     _check_name(t.name)
     shape = [index(n) for n in t.shape]
     if shape and min(shape) < 0:
-        raise TensorInvalidInfoError(f'{shown(t.name)} has a negative size: {shape}')
+        raise TensorInvalidInfoError(f'{shown(t.name)} has a negative size: {shown(shape)}')
     size, data = byte_length(dtype, shape, t.name), payload(t.data, t.name)
     if data.nbytes != size:
-        raise TensorInvalidInfoError(f'{shown(t.name)}, {dtype.name} {shape}, has '
+        raise TensorInvalidInfoError(f'{shown(t.name)}, {dtype.string} {shown(shape)}, has '
                                      f'{size} bytes; {data.nbytes} were given')
-    return shape, data
+    return -dtype.order, t.name, dtype, shape, data
+
+def _check_entries(tensors: Iterable[Any]) -> list[Checked]:
+    "The entries, in the order of the file."
+    rows, checked = [(DType(t.dtype), t) for t in tensors], {}
+    for dtype, t in sorted(rows, key=lambda row: (-row[0].order, row[1].name)):
+        row = _check_entry(t, dtype)
+        if t.name in checked:
+            raise DuplicateTensorNameError(f'two tensors are called {shown(t.name)}')
+        checked[t.name] = row
+    return list(checked.values())
 
 # %% ../nbs/07_safetensors.ipynb #efff128c
 def _check_metadata(metadata: Any) -> dict[str, str]:
@@ -171,60 +180,49 @@ def _check_metadata(metadata: Any) -> dict[str, str]:
         found[key] = value
     return found
 
-# %% ../nbs/07_safetensors.ipynb #743dd454
+# %% ../nbs/07_safetensors.ipynb #25394150
 _quoted = json.JSONEncoder(ensure_ascii=False).encode
 
-def _place(tensors: Sequence[Any]) -> tuple[list[str], list[memoryview]]:
-    "Records and bytes of the tensors, in the order of the file."
-    rows, records, parts, start = [(DType(t.dtype), t) for t in tensors], {}, [], 0
-    for dtype, t in sorted(rows, key=lambda row: (-row[0].order, row[1].name)):
-        shape, data = _check_entry(t, dtype)
-        if t.name in records:
-            raise DuplicateTensorNameError(f'two tensors are called {shown(t.name)}')
+def frame(rows: list[Checked], texts: Mapping[str, str]) -> list[bytes | memoryview]:
+    "The pieces of a file: what is checked and in order, placed one after the other."
+    pairs = ','.join([f'{_quoted(key)}:{_quoted(text)}' for key, text in texts.items()])
+    records, start = [f'"__metadata__":{{{pairs}}}'] if pairs else [], 0
+    for _, name, dtype, shape, data in rows:
         end = start + data.nbytes
         if end > LIMIT: raise ValidationOverflowError('the data exceed 64 bits')
-        sizes = ','.join(map(str, shape))
-        records[t.name] = (f'{_quoted(t.name)}:{{"dtype":"{dtype.name}","shape":[{sizes}],'
-                           f'"data_offsets":[{start},{end}]}}')
-        parts.append(data)
+        records.append(f'{_quoted(name)}:{{"dtype":"{dtype.string}","shape":'
+                       f'{str(shape).replace(" ", "")},"data_offsets":[{start},{end}]}}')
         start = end
-    return list(records.values()), parts
-
-# %% ../nbs/07_safetensors.ipynb #8088f564
-def _layout(tensors: Sequence[Any], metadata: Any) -> list[bytes | memoryview]:
-    "The pieces of a file."
-    records, parts = _place(tensors)
-    texts = [f'{_quoted(k)}:{_quoted(v)}' for k, v in _check_metadata(metadata).items()]
-    if texts: records.insert(0, f'"__metadata__":{{{",".join(texts)}}}')
     header = f'{{{",".join(records)}}}'.encode()
     header += b' ' * (-len(header) % 8)
     if len(header) > MAX_HEADER_SIZE:
         raise HeaderTooLargeError(f'the header has {len(header)} bytes, the most is '
                                   f'{MAX_HEADER_SIZE}')
-    return [len(header).to_bytes(8, 'little'), header, *parts]
+    return [len(header).to_bytes(8, 'little'), header, *[row[-1] for row in rows]]
 
-# %% ../nbs/07_safetensors.ipynb #00a30439
-Metadata = Mapping[str, str] | Sequence[tuple[str, str]] | None
+# %% ../nbs/07_safetensors.ipynb #d503246c
+Metadata = Mapping[str, str] | Iterable[tuple[str, str]] | None
 
 def serialize(
     writer: Any,  # has write(bytes)
-    tensors: Sequence[Any],  # `TensorEntry`, or the tensors of another file
+    tensors: Iterable[Any],  # `TensorEntry`, or the tensors of another file
     metadata: Metadata = None,
 ) -> None:
     "Write a file to a stream."
-    for part in _layout(tensors, metadata): write_all(writer, part)
+    write_all(writer, frame(_check_entries(tensors), _check_metadata(metadata)))
 
-def serialize_alloc(tensors: Sequence[Any], metadata: Metadata = None) -> bytes:
+def serialize_alloc(tensors: Iterable[Any], metadata: Metadata = None) -> bytes:
     "A file as bytes."
-    return b''.join(_layout(tensors, metadata))
+    return b''.join(frame(_check_entries(tensors), _check_metadata(metadata)))
 
-def write_all(writer: Any, data: bytes | memoryview) -> None:
-    "Write all of `data`, also to a writer that takes a part at a time."
-    view = memoryview(data)
-    while view:
-        n = writer.write(view)
-        if n == 0: raise OSError('the writer takes no more bytes')
-        view = view[len(view) if n is None else n:]
+def write_all(writer: Any, parts: Sequence[bytes | memoryview]) -> None:
+    "Write all of `parts`, also to a writer that takes only some of it at a time."
+    for part in parts:
+        taken = writer.write(part)
+        while taken is not None and taken < len(part):
+            if taken == 0: raise OSError('the writer takes no more bytes')
+            part = part[taken:]
+            taken = writer.write(part)
 
 # %% ../nbs/07_safetensors.ipynb #2d7bcdf3
 def strict_json(
@@ -248,20 +246,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _no_number(text: str) -> Any: raise ValueError(f'{text} is no JSON')
 def _integer(text: str) -> float: return -0.0 if text == '-0' else int(text)
 
-# %% ../nbs/07_safetensors.ipynb #6e745cce
+# %% ../nbs/07_safetensors.ipynb #267d3138
 def _malformed(name: str, what: str, value: Any) -> FucinaError:
     return InvalidHeaderDeserializationError(
         f'{shown(name)}: {what}, got {shown(value)}')
 
-def _sizes(name: str, what: str, value: Any) -> list[int]:
+def _check_sizes(name: str, what: str, value: Any) -> None:
     if type(value) is not list: raise _malformed(name, f'{what} is a list', value)
     for n in value:
         if type(n) is not int or n < 0: raise _malformed(name, f'{what} holds sizes', n)
         if n > LIMIT:
             raise ValidationOverflowError(f'{shown(name)}: {what} exceeds 64 bits')
-    return value
 
-# %% ../nbs/07_safetensors.ipynb #b2e106d5
+# %% ../nbs/07_safetensors.ipynb #33bbdbdb
 Row = tuple[int, int, str, DType, tuple[int, ...]]  # begin, end, name, dtype, shape
 
 def _record(name: str, value: Any) -> Row:
@@ -271,13 +268,14 @@ def _record(name: str, value: Any) -> Row:
     if type(tag) is not str: raise _malformed(name, 'dtype is a text', tag)
     if tag not in _TAGS:
         raise UnsupportedDtypeTagError(f'{shown(name)}: unknown {shown(tag)}')
-    shape, span = _sizes(name, 'shape', value.get('shape')), value.get('data_offsets')
+    shape, span = value.get('shape'), value.get('data_offsets')
+    _check_sizes(name, 'shape', shape)
     if type(span) is not list or len(span) != 2:
         raise _malformed(name, 'data_offsets is a pair', span)
-    begin, end = _sizes(name, 'data_offsets', span)
-    return begin, end, name, _TAGS[tag], tuple(shape)
+    _check_sizes(name, 'data_offsets', span)
+    return span[0], span[1], name, _TAGS[tag], tuple(shape)  # type: ignore[arg-type]
 
-# %% ../nbs/07_safetensors.ipynb #8d394442
+# %% ../nbs/07_safetensors.ipynb #0bebc2e1
 def _cover(
     rows: list[Row],  # sorted
     size: int | None,  # bytes of data that are there, None: unknown
@@ -290,8 +288,9 @@ def _cover(
                                      f'where byte {start} is next')
         length = byte_length(dtype, shape, name)
         if length != end - begin:
-            raise TensorInvalidInfoError(f'{shown(name)}, {dtype.name} {list(shape)}, has '
-                                         f'{length} bytes, its range {end - begin}')
+            raise TensorInvalidInfoError(
+                f'{shown(name)}, {dtype.string} {shown(list(shape))}, has {length} bytes, '
+                f'its range {end - begin}')
         if size is not None and size < end:
             raise MetadataIncompleteBufferError(f'{shown(name)} ends at byte {end} of the '
                                                 f'data, the file at {size}')
@@ -356,7 +355,7 @@ def _cut(t: Any, bounds: list[tuple[int, int]]) -> bytes:
         rows *= end - start
     return a.tobytes()
 
-# %% ../nbs/07_safetensors.ipynb #713433a7
+# %% ../nbs/07_safetensors.ipynb #34cbd3ad
 class TensorInfo(NamedTuple):
     "A tensor of a file."
     name: str
@@ -366,7 +365,8 @@ class TensorInfo(NamedTuple):
     data: memoryview  # read-only, the bytes in the file
 
     def __repr__(self) -> str:
-        return f'TensorInfo({shown(self.name)}, {self.dtype.name} {list(self.shape)})'
+        sizes = shown(list(self.shape))
+        return f'TensorInfo({shown(self.name)}, {self.dtype.string} {sizes})'
 
     @property
     def array(self) -> np.ndarray:
@@ -408,45 +408,47 @@ def _read_some(reader: Any, room: memoryview) -> int:
     room[:len(part)] = part
     return len(part)
 
-# %% ../nbs/07_safetensors.ipynb #5ad4f521
+# %% ../nbs/07_safetensors.ipynb #b1aa965a
 T = TypeVar('T', bound='Opened')
 
 class Opened:
-    "Tensors by name, until they are closed."
+    "Something by name, until it is closed."
 
-    def __init__(self, tensors: dict[str, TensorInfo], mapped: Any = None):
-        self._tensors: dict[str, TensorInfo] | None = tensors
-        self._map = mapped
+    def __init__(self, held: dict[str, Any]): self._held: dict[str, Any] | None = held
 
-    def _open(self) -> dict[str, TensorInfo]:
-        if self._tensors is None: raise ValueError('the file is closed')
-        return self._tensors
+    def _open(self) -> dict[str, Any]:
+        if self._held is None: raise ValueError('the file is closed')
+        return self._held
 
     def close(self) -> None:
         "Let go of the memory; tensors that were handed out stay valid."
-        self._tensors = None
-        if self._map is not None:
-            with suppress(BufferError): self._map.close()  # unless someone looks into it
+        self._held = None
 
     def __enter__(self: T) -> T: return self
     def __exit__(self, *error: Any) -> None: self.close()
 
-# %% ../nbs/07_safetensors.ipynb #8d85c817
+    def __repr__(self) -> str:
+        state = 'closed' if self._held is None else f'{len(self._held)} tensors'
+        return f'{type(self).__name__}({state})'
+
+# %% ../nbs/07_safetensors.ipynb #97733334
 class Tensors(Opened):
     "Questions to a file."
 
-    def __repr__(self) -> str:
-        state = 'closed' if self._tensors is None else f'{len(self._tensors)} tensors'
-        return f'{type(self).__name__}({state})'
-
-    @property
-    def tensors(self) -> list[TensorInfo]: return list(self._open().values())
+    def _info(self, held: Any) -> TensorInfo: return held
     def tensor_names(self) -> list[str]: return list(self._open())
     def names(self) -> list[str]: return list(self._open())
     def is_empty(self) -> bool: return not self._open()
     def __len__(self) -> int: return len(self._open())
     def len(self) -> int: return len(self._open())
-    def maybe_tensor(self, name: str) -> TensorInfo | None: return self._open().get(name)
+
+    @property
+    def tensors(self) -> list[TensorInfo]: return [*map(self._info, self._open().values())]
+
+    def maybe_tensor(self, name: str) -> TensorInfo | None:
+        "The tensor of this name, or None."
+        held = self._open().get(name)
+        return None if held is None else self._info(held)
 
     def tensor(self, name: str) -> TensorInfo:
         "The tensor of this name; TensorNotFoundError if there is none."
@@ -454,15 +456,11 @@ class Tensors(Opened):
         if t is None: raise TensorNotFoundError(f'there is no tensor {shown(name)}')
         return t
 
-# %% ../nbs/07_safetensors.ipynb #49f0b1c8
-@no_collection()
-def _infos(rows: list[Row], data: memoryview) -> dict[str, TensorInfo]:
-    data = data.toreadonly()
-    return {name: TensorInfo(name, dtype, shape, (begin, end), data[begin:end])
-            for begin, end, name, dtype, shape in rows}
+# %% ../nbs/07_safetensors.ipynb #8f23ba57
+Parsed = tuple[list[Row], dict[str, str], memoryview]
 
-def _parse(buffer: Any) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    "Tensors and metadata of a file."
+def _parse(buffer: Any) -> Parsed:
+    "Rows, metadata and data of a file."
     raw = payload(buffer)
     if len(raw) < 8: raise HeaderTooSmallError(f'{len(raw)} bytes cannot hold a header')
     start = 8 + _header_length(raw[:8])
@@ -472,16 +470,31 @@ def _parse(buffer: Any) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     if start + total != len(raw):
         raise MetadataIncompleteBufferError(f'{len(raw) - start - total} bytes at the end '
                                             'belong to no tensor')
-    return _infos(rows, raw[start:]), metadata
+    return rows, metadata, raw[start:]
 
-# %% ../nbs/07_safetensors.ipynb #85cb0e07
-class File(Tensors):
-    "A safetensors file."
+# %% ../nbs/07_safetensors.ipynb #3b9ca7d4
+class Buffer(Tensors):
+    "A file in memory."
 
-    def __init__(self, tensors: dict[str, TensorInfo], metadata: dict[str, str],
+    def __init__(self, rows: list[Row], metadata: dict[str, str], data: memoryview,
                  mapped: Any = None):
-        super().__init__(tensors, mapped)
-        self.metadata = metadata
+        super().__init__({row[2]: row for row in rows})
+        self.metadata, self.data, self._map = metadata, data.toreadonly(), mapped
+
+    def _info(self, held: Row) -> TensorInfo:
+        begin, end, name, dtype, shape = held
+        return TensorInfo(name, dtype, shape, (begin, end), self.data[begin:end])
+
+    def close(self) -> None:
+        "Let go of the memory; tensors that were handed out stay valid."
+        super().close()
+        self.data = memoryview(b'')
+        if self._map is not None:
+            with suppress(BufferError): self._map.close()  # unless someone looks into it
+
+# %% ../nbs/07_safetensors.ipynb #e4322f3c
+class File(Buffer):
+    "A safetensors file."
 
     @classmethod
     def parse(cls, buffer: Any) -> 'File':
@@ -511,7 +524,7 @@ def _opened(path: Any) -> Iterator[Any]:
         try: yield f
         except FucinaError as e: raise type(e)(f'{os.fspath(path)}: {e}') from None
 
-# %% ../nbs/07_safetensors.ipynb #f13d2227
+# %% ../nbs/07_safetensors.ipynb #66bd7bfa
 def read_prefix(
     reader: Any,  # a binary stream; left right behind the file
 ) -> File:
@@ -519,7 +532,7 @@ def read_prefix(
     n = _header_length(read_exact(reader, 8, 'the header length'))
     rows, metadata, total = _read_header(read_exact(reader, n, 'the header'), None)
     if 8 + n + total > LIMIT: raise ValidationOverflowError('the file exceeds 64 bits')
-    return File(_infos(rows, read_exact(reader, total)), metadata)
+    return File(rows, metadata, read_exact(reader, total))
 
 # %% ../nbs/07_safetensors.ipynb #9233f25b
 def sync_file(fd: int) -> None:
@@ -595,18 +608,17 @@ def write_atomic(
         raise
     if durable: sync_directory(folder or os.curdir)
 
-# %% ../nbs/07_safetensors.ipynb #5e82a7d9
+# %% ../nbs/07_safetensors.ipynb #18f1dd0e
 def save_file_atomic(
     path: str | os.PathLike[str],
-    tensors: Sequence[Any],  # `TensorEntry`, or the tensors of another file
+    tensors: Iterable[Any],  # `TensorEntry`, or the tensors of another file
     metadata: Metadata = None,
     *,
     durable: bool = True,  # wait for the disk
 ) -> None:
     "Save a file, or replace it as a whole."
-    parts = _layout(tensors, metadata)
-    write_atomic(path, lambda out: [write_all(out, part) for part in parts],
-                 durable=durable)
+    parts = frame(_check_entries(tensors), _check_metadata(metadata))
+    write_atomic(path, lambda out: write_all(out, parts), durable=durable)
 
 # %% ../nbs/07_safetensors.ipynb #646c3d6e
 def is_index_path(path: str | os.PathLike[str]) -> bool:

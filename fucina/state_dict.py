@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# %% ../nbs/08_state_dict.ipynb #7473f4d4
+# %% ../nbs/08_state_dict.ipynb #bcc67eeb
 from .autograd import Leaf
 from .dtypes import DTYPES
 from .errors import (CheckpointDtypeMismatchError, CheckpointDuplicateNameError,
@@ -26,9 +26,9 @@ from .errors import (CheckpointDtypeMismatchError, CheckpointDuplicateNameError,
                            CheckpointUnsupportedDtypeError, InvalidShapeError,
                            NonContiguousParamError, ReadOnlyDataError, UnsupportedViewError)
 from .ops.named import MAX_TAGS, Named, check_dtype
-from .safetensors import (FROM_FUCINA, LIMIT, TO_FUCINA, DType, File, TensorEntry,
-                                TensorInfo, is_text, no_collection, payload, read_prefix,
-                                serialize, shown)
+from .safetensors import (FROM_FUCINA, LIMIT, Checked, DType, File, Row,
+                                frame, is_text, no_collection, payload, read_prefix, shown,
+                                write_all)
 
 # %% ../nbs/08_state_dict.ipynb #651983a7
 from .errors import StateDictError  # noqa: F401  `except state_dict.StateDictError`
@@ -97,36 +97,38 @@ def _swapped(data: memoryview, dtype: DType) -> memoryview:
     if not _BIG: return data
     return np.frombuffer(data, f'u{dtype.bitsize // 8}').byteswap().view(np.uint8).data
 
-# %% ../nbs/08_state_dict.ipynb #167acf9e
-def _checked(e: Any) -> TensorEntry:
-    name, sizes = shown(e.name), [index(n) for n in e.shape]
+# %% ../nbs/08_state_dict.ipynb #58000b86
+def _checked(e: Any) -> Checked:
     if not e.name or e.name == '__metadata__' or not is_text(e.name) or '\0' in e.name:
-        raise CheckpointInvalidNameError(f'{name} cannot be the name of an entry')
+        raise CheckpointInvalidNameError(f'{shown(e.name)} cannot be the name of an entry')
+    sizes = [index(n) for n in e.shape]
     n = math.prod(sizes)
     if not 1 <= len(sizes) <= MAX_TAGS or min(sizes) < 1 or n > LIMIT:
-        raise InvalidShapeError(f'{name} cannot have shape {sizes}')
+        raise InvalidShapeError(f'{shown(e.name)} cannot have shape {shown(sizes)}')
     if e.dtype not in DTYPES:
-        raise CheckpointUnsupportedDtypeError(f'{name} is {e.dtype}, none of {[*DTYPES]}')
+        raise CheckpointUnsupportedDtypeError(f'{shown(e.name)} is {e.dtype}, '
+                                              f'none of {[*DTYPES]}')
     dtype, data = FROM_FUCINA[e.dtype], _flat(e)
     length = n * dtype.bitsize // 8
     if data.nbytes != length:
-        raise CheckpointShapeMismatchError(f'{name}, {e.dtype} {sizes}, has {length} '
-                                           f'bytes; {data.nbytes} were given')
-    return TensorEntry(e.name, dtype, sizes, _swapped(data, dtype))
+        raise CheckpointShapeMismatchError(f'{shown(e.name)}, {e.dtype} {sizes}, has '
+                                           f'{length} bytes; {data.nbytes} were given')
+    return -dtype.order, e.name, dtype, sizes, _swapped(data, dtype)
 
-# %% ../nbs/08_state_dict.ipynb #b0624306
+# %% ../nbs/08_state_dict.ipynb #6612aeb2
+@no_collection()
 def save_state_dict(
     writer: Any,  # a binary stream
     entries: Iterable[NamedTensor | NamedTensorMut],
 ) -> None:
     "Write entries as one safetensors file; nothing is written if one of them is wrong."
-    checked: dict[str, TensorEntry] = {}
+    checked: dict[str, Checked] = {}
     for e in entries:
-        entry = _checked(e)
+        row = _checked(e)
         if e.name in checked:
             raise CheckpointDuplicateNameError(f'two entries are called {shown(e.name)}')
-        checked[e.name] = entry
-    serialize(writer, list(checked.values()))
+        checked[e.name] = row
+    write_all(writer, frame(sorted(checked.values()), {}))
 
 # %% ../nbs/08_state_dict.ipynb #14ba991b
 class Alias(NamedTuple):
@@ -146,38 +148,39 @@ def _new_names(aliases: Any) -> dict[str, str]:
         names.setdefault(old, new)
     return names
 
-# %% ../nbs/08_state_dict.ipynb #365977c6
-def _window(e: Any, t: TensorInfo) -> memoryview:
+# %% ../nbs/08_state_dict.ipynb #d4d2f8a6
+def _window(e: Any, row: Row) -> memoryview:
     "The memory of an entry, to be filled with a tensor of the file."
-    if e.dtype != TO_FUCINA.get(t.dtype):
+    begin, end, _, dtype, shape = row
+    if FROM_FUCINA.get(e.dtype) is not dtype:
         raise CheckpointDtypeMismatchError(f'{shown(e.name)} is {e.dtype}, '
-                                           f'in the file {t.dtype.name}')
-    if t.shape != tuple(e.shape):
+                                           f'in the file {dtype.string}')
+    if shape != tuple(e.shape):
         raise CheckpointShapeMismatchError(f'{shown(e.name)} has shape {list(e.shape)}, '
-                                           f'in the file {list(t.shape)}')
+                                           f'in the file {list(shape)}')
     window = _flat(e)
-    if window.nbytes != len(t.data):
+    if window.nbytes != end - begin:
         raise CheckpointShapeMismatchError(f'{shown(e.name)} has {window.nbytes} bytes, '
-                                           f'in the file {len(t.data)}')
+                                           f'in the file {end - begin}')
     if window.readonly: raise ReadOnlyDataError(f'{shown(e.name)} is read-only')
     return window
 
-# %% ../nbs/08_state_dict.ipynb #dfe1493a
+# %% ../nbs/08_state_dict.ipynb #76287926
 Filled = tuple[Any, memoryview, memoryview]  # entry, its memory, what goes there
 
-@no_collection()
 def _match(file: File, wanted: dict[str, Any], strict: bool, names: Any) -> list[Filled]:
     "The first pass."
-    missing, found = dict(wanted), []
-    for t in file.tensors:
-        name = names.get(t.name, t.name)
+    missing, found, data = dict(wanted), [], file.data
+    for old, row in file._open().items():
+        name = names.get(old, old)
         e = missing.pop(name, None)
-        if e is not None: found.append((e, _window(e, t), _swapped(t.data, t.dtype)))
+        if e is not None:
+            found.append((e, _window(e, row), _swapped(data[row[0]:row[1]], row[3])))
         elif name in wanted:
-            raise CheckpointDuplicateNameError(f'{shown(t.name)} of the file is the second '
+            raise CheckpointDuplicateNameError(f'{shown(old)} of the file is the second '
                                                f'tensor for {shown(name)}')
         elif strict:
-            raise CheckpointUnknownNameError(f'{shown(t.name)} of the file has no entry; '
+            raise CheckpointUnknownNameError(f'{shown(old)} of the file has no entry; '
                                              'if it was renamed, pass aliases={old: new}')
     if strict and missing:
         name = next(iter(missing))
@@ -193,7 +196,8 @@ def _fill(found: list[Filled]) -> None:
     windows, sources = [row[1] for row in found], [row[2] for row in found]
     deque(map(copy, windows, repeat(slice(None)), sources), maxlen=0)
 
-# %% ../nbs/08_state_dict.ipynb #810179c8
+# %% ../nbs/08_state_dict.ipynb #53858203
+@no_collection()
 def load_state_dict(
     reader: Any,  # a binary stream, left right behind the file; or a `File`
     entries: Iterable[NamedTensorMut],
