@@ -128,7 +128,9 @@ def golden_set(case, row=None):
                           .reshape(s)) for k, s in SHAPES.items()}
     opts, sched = optim.OptimizerSet(made(m) for m in c['members']), optim.LrSchedule()
     for opt, m in zip(opts.members, c['members']):
-        for k in m['params']: opt.add_param(params[k], name=m.get('names', {}).get(k))
+        for entry in m['params']:  # 'wide as enc.w', or without a name
+            k, _, name = entry.partition(' as ')
+            opt.add_param(params[k], name=name.split()[0] if name else None)
         sched.attach(opt)
         if isinstance(opt, optim.Muon): sched.attach(opt.fallback)
     return opts, params, sched, c
