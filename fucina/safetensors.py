@@ -297,13 +297,14 @@ def _cover(
         start = end
     return start
 
-# %% ../nbs/07_safetensors.ipynb #601e5bba
+# %% ../nbs/07_safetensors.ipynb #afe7eb6b
 @contextmanager
 def no_collection() -> Iterator[None]:
     "No search for cyclic garbage meanwhile."
     on = gc.isenabled()
-    gc.disable()
-    try: yield
+    try:
+        gc.disable()
+        yield
     finally:
         if on: gc.enable()
 

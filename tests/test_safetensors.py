@@ -321,7 +321,7 @@ READ = [  # class, file
         '{"\\ud800":{}}', '{"\\udc00\\ud800":{}}', '{"a":{"x":["\\udfff"]}}', '/**/{}', '{}//',
         '\x0b{}', '\xa0{}')],
     *[('InvalidHeaderDeserialization', build(text)) for text in (
-        '{"a":%s,"a":%s}' % (json.dumps(OK), json.dumps(OK)),
+        f'{{"a":{json.dumps(OK)},"a":{json.dumps(OK)}}}',
         '{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
         '{"a":{"x":[{"y":1,"y":1}],"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
         '{"__metadata__":{},"__metadata__":{}}', '{"__metadata__":{"a":"1","a":"1"}}',
@@ -400,10 +400,10 @@ def test_each_rule_of_reading(name, raw, tmp_path):
 
 
 @pytest.mark.parametrize('raw', [
-    build(' \t\r\n{"a": %s} \t\r\n' % json.dumps(OK), bytes(8)),
+    build(f' \t\r\n{{"a" : {json.dumps(OK)}}} \t\r\n', bytes(8)),
     build({'a': tensor(x=[1.5, None, {'y': {}}], z='\\')}, bytes(8)),
     build({'b': tensor(offsets=[8, 16]), 'a': OK}, bytes(16)),
-    build('{"\\u0061\\ud83d\\ude00-0":%s}' % json.dumps(tensor(x=-0.0, y=-7)), bytes(8)),
+    build('{"\\u0061\\ud83d\\ude00-0":' + json.dumps(tensor(x=-0.0, y=-7)) + '}', bytes(8)),
     build({'a': tensor('U8', [], [0, 1])}, bytes(1)),
     build({'__metadata__': {}, 'a': OK}, bytes(8)),
     build({'a': tensor('F32', [1] * 300, [0, 4])}, bytes(4)),
@@ -562,7 +562,7 @@ def test_memory_is_a_small_multiple_of_the_file(tmp_path):
     assert peak(lambda: read_prefix(io.BytesIO(raw))) < 4 * len(raw)
     many = serialize_alloc([entry(f'layer.{k}', 'U8', (1,), b'x') for k in range(3000)])
     assert peak(lambda: File.parse(many)) < 20 * len(many)
-    nonsense = build('{"a":{"x":[%s]}}' % ','.join(['[]'] * 50_000))
+    nonsense = build('{"a":{"x":[' + ','.join(['[]'] * 50_000) + ']}}')
     assert peak(lambda: File.parse(nonsense)) < 60 * len(nonsense)
 
 
@@ -727,7 +727,7 @@ CALLS = 'open write fsync replace unlink mkdir close'.split()
 class Shim:
     "Records calls that change the disk, and fails the k-th."
 
-    def __init__(self, monkeypatch, k=None, failure=OSError(errno.EIO, 'injected')):
+    def __init__(self, monkeypatch, k=None, failure=None):
         self.calls, self.k, self.failure = [], k, failure
         for name in CALLS: self.wrap(monkeypatch, name, getattr(os, name))
 

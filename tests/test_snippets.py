@@ -118,6 +118,23 @@ def test_a5_optimizer_state_matches_by_name():
         opt3.load_state(io.BytesIO(buf.getvalue()))
 
 
+def test_a7_state_dict_named_round_trip():
+    import io
+
+    import numpy as np
+
+    import fucina
+    from fucina import state_dict
+    from fucina.state_dict import NamedTensor, NamedTensorMut
+
+    w   = fucina.constant([[3.0, -1.0], [4.0, 1.0]], "out in")
+    dst = fucina.zeros((2, 2), "out in")
+    buf = io.BytesIO()
+    state_dict.save_state_dict(buf, [NamedTensor.of("enc.w", w)])
+    state_dict.load_state_dict(io.BytesIO(buf.getvalue()), [NamedTensorMut.of("enc.w", dst)])
+    assert np.array_equal(w.numpy(), dst.numpy())
+
+
 def test_b1_named_contraction_reduction_gradient():
     import fucina
 
