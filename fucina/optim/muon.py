@@ -76,14 +76,14 @@ def orthogonalise(
             matmul(left, right, y, mode)
             _add(x, A, y, f32(1))
 
-# %% ../../nbs/11d_muon.ipynb #d8f13ec1
+# %% ../../nbs/11d_muon.ipynb #82d35a8d
 def newton_schulz5(
     u: np.ndarray,  # (rows, cols), float32, any strides; left as it is
     steps: int,  # iterations
 ) -> np.ndarray:  # a new array of the same shape
     "The matrix with the directions of `u` and singular values near 1."
     if not isinstance(u, np.ndarray) or u.dtype != f32:
-        got = getattr(u, 'dtype', type(u).__name__)
+        got = u.dtype if isinstance(u, np.ndarray) else type(u).__name__
         raise DTypeError(f'newton_schulz5 needs a float32 array, got {got}')
     if u.ndim != 2 or u.size == 0:
         raise InvalidShapeError(f'newton_schulz5 needs a matrix, got the shape {u.shape}')
@@ -222,7 +222,7 @@ class Matrices(Routed):
         u = empty(thread_state(), (max([b.size for b in self._batches], default=0),))
         for batch in self._batches: batch.update(self.config, u)
 
-# %% ../../nbs/11d_muon.ipynb #5ee46ba5
+# %% ../../nbs/11d_muon.ipynb #209a77eb
 class Muon(Matrices):
     "Muon (Jordan 2024) for matrices, AdamW for the rest."
 
@@ -249,5 +249,6 @@ class Muon(Matrices):
         return commit
 
     def _shown(self) -> tuple[str, list[tuple[str, ...]], str]:
-        title, *rest = super()._shown()
-        return title.replace(repr(self.config.fallback), repr(self.fallback.config)), *rest
+        title, rows, total = super()._shown()
+        live = repr(self.fallback.config)
+        return title.replace(repr(self.config.fallback), live), rows, total
