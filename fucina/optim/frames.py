@@ -293,7 +293,7 @@ def _read_list(source, slots, records, version):
             raise CheckpointMissingEntryError(f'the stream has no record for {slots.label(i)}')
     return found
 
-# %% ../../nbs/11aa_frames.ipynb #5f30a2c2
+# %% ../../nbs/11aa_frames.ipynb #d26beb86
 def _commit(slot: Slot, values: dict[str, Any], master: np.ndarray | None) -> None:
     "Take over what was read."
     for key, value in values.items():
@@ -321,11 +321,15 @@ class Optimizer(Saving):
                 for i, (values, master) in found.items(): _commit(slots[i], values, master)
         return commit
 
-    def load_state(self,
+    def stage_state(self,
         reader: Any,  # has read(n); what follows the frame stays unread
-    ) -> None:
+    ) -> Callable[[], None]:  # takes over what was read; cannot fail
+        "Read and check what `save_state` wrote, and change nothing yet."
+        return self._stage(Source(reader))
+
+    def load_state(self, reader: Any) -> None:
         "Remember what `save_state` wrote; after an error nothing has changed."
-        self._stage(Source(reader))()
+        self.stage_state(reader)()
 
 # %% ../../nbs/11aa_frames.ipynb #7b59367f
 DTYPES = ('f32', 4), ('bf16', 2)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['AnyOptimizer', 'any_optimizer', 'Members', 'Together', 'OptimizerSet']
 
-# %% ../../nbs/11f_group.ipynb #ea3bd331
-from collections.abc import Iterable
+# %% ../../nbs/11f_group.ipynb #5bd2cee7
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -99,7 +99,7 @@ class Together(Members):
         return {f'{k}.{name}': found for k, opt in enumerate(self.members)
                 for name, found in opt.finite_report().items()}
 
-# %% ../../nbs/11f_group.ipynb #e51836dc
+# %% ../../nbs/11f_group.ipynb #e3fb537c
 class OptimizerSet(Together):
     "Optimizers that act as one, also in a file."
 
@@ -111,10 +111,10 @@ class OptimizerSet(Together):
         for opt in self.members: fields += opt._fields()
         write(writer, fields)
 
-    def load_state(self,
+    def stage_state(self,
         reader: Any,  # has read(n); what follows the last frame stays unread
-    ) -> None:
-        "Load all members; after an error none has changed."
+    ) -> Callable[[], None]:  # takes over what was read; cannot fail
+        "Read and check the state of all members, and change nothing yet."
         source = Source(reader)
         magic = bytes(source.take(4, 'the magic word'))
         if magic != b'FZO3':
@@ -122,7 +122,14 @@ class OptimizerSet(Together):
         stored, own = int(source.number('<u4', 'the count of members')), len(self.members)
         if stored != own:
             raise CheckpointShapeMismatchError(f'the stream has {stored} members, not {own}')
-        for commit in [opt._stage(source) for opt in self.members]: commit()
+        staged = [opt._stage(source) for opt in self.members]
+        def commit():
+            for one in staged: one()
+        return commit
+
+    def load_state(self, reader: Any) -> None:
+        "Load all members; after an error none has changed."
+        self.stage_state(reader)()
 
     def __repr__(self) -> str:
         return '\n'.join([f'OptimizerSet of {len(self.members)}',
