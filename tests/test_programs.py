@@ -1,6 +1,7 @@
 """The commands, run in process: results, verdicts, refusals, figures, and the same bits twice."""
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import fucina
 from fucina.apps import bench_optim, cli, program, spirals
 from fucina.data import two_spirals
-from fucina.errors import InvalidAccumStepsError, UnknownArgumentError
+from fucina.errors import (CheckpointConfigMismatchError, InvalidAccumStepsError,
+                           ResumeNotBitExactError, UnknownArgumentError)
 from fucina.exec import ExecContext
 from fucina.optim import SGD, Adam, AdamW
 from fucina.tensor import constant, variable
@@ -178,11 +180,56 @@ def test_losses_of_the_reference(name, gemm):
 def test_spirals_reach_and_miss_the_target(capsys):
     assert spirals.main(['--optimizer', 'adamw', '--steps', '300']) == 0
     out, err = capsys.readouterr()
-    assert 'adamw' in out and 'sgd' not in out and 'reached' in out and '300/300' in err
+    assert 'adamw' in out and 'sgd' not in out and 'reached' in out and '450/450' in err
     assert spirals.main(['--steps=5', '--seed=3', '--threads=1']) == 1
     out = capsys.readouterr().out
     assert out.count('MISSED') == 6 and all(name in out for name in spirals.RUNS)
     assert spirals.main(['--steps=5', '--target=0']) == 0
+
+
+def test_spirals_are_saved_and_go_on(tmp_path, capsys):
+    argv, root = ['--optimizer=adamw-groups', '--target=0', '--steps=60'], tmp_path / 'runs'
+    assert spirals.main([*argv, '--save', str(root), '--save-every', '20']) == 0
+    run = root / 'adamw-groups'
+    names = ['checkpoint-step-20', 'checkpoint-step-30', 'checkpoint-step-40', 'checkpoint-step-60']
+    assert sorted(p.name for p in run.iterdir() if p.is_dir()) == names
+    whole = {f: (run / f).read_bytes() for f in ('model.safetensors', 'optimizer.fucina')}
+    shutil.rmtree(run / 'checkpoint-step-60')
+    (run / 'trainer_state.json').unlink()                      # killed before the end
+    assert spirals.main([*argv, '--save', str(tmp_path / 'more'), '--resume', str(root)]) == 0
+    assert {f: (tmp_path / 'more' / 'adamw-groups' / f).read_bytes() for f in whole} == whole
+    assert 'step 50' in capsys.readouterr().out                # half-way from 40 to 60
+    for wrong in (['--seed', '3'], ['--steps', '40']):
+        with pytest.raises(CheckpointConfigMismatchError, match='checkpoint-step-40'):
+            spirals.main([*argv, *wrong, '--resume', str(root)])
+    with pytest.raises(NotADirectoryError): spirals.main(['--resume', str(tmp_path / 'none')])
+    assert spirals.main([*argv, '--steps=4', '--resume', str(tmp_path)]) == 0  # nothing there yet
+
+
+def test_spirals_notice_a_resume_that_differs(monkeypatch):
+    first, calls = spirals.begin, []
+    def begin(*args):
+        net, trainer, step = first(*args)
+        calls.append(step)
+        if len(calls) == 2: net.b1.value[0] += 1
+        return net, trainer, step
+    monkeypatch.setattr(spirals, 'begin', begin)
+    with pytest.raises(ResumeNotBitExactError, match='adamw'):
+        spirals.main(['--optimizer=adamw', '--steps=6', '--target=0'])
+
+
+@pytest.mark.parametrize('name, key', [('adamw', 'adamw'), ('adamw-groups', 'groups')])
+def test_spirals_go_on_from_the_checkpoints_of_the_reference(name, key):
+    "Second halves: losses within 1e-4, parameters within 1e-3 of the original's."
+    with np.load(GOLDENS / 'spirals.npz') as golden:
+        points, labels, losses = golden['x'], golden['labels'], golden[f'{key}/losses'][1000:]
+        net, trainer, first = spirals.begin(name, 42, 2000, GOLDENS / f'ckpt_{key}')
+        with ExecContext(gemm='pinned'):
+            ours = list(spirals.train(net, trainer, points, labels, 2000, first))
+        assert first == 1000
+        np.testing.assert_allclose(ours, losses, rtol=1e-4)
+        for k, t in vars(net).items():
+            np.testing.assert_allclose(t.numpy(), golden[f'{key}/final/{k}'], rtol=0, atol=1e-3)
 
 
 def test_spirals_seed_sets_data_and_weights(monkeypatch):
