@@ -136,7 +136,7 @@ else:
 
     elements: Any = intrinsic(_elements)
 
-# %% ../../nbs/11_param.ipynb #3f892152
+# %% ../../nbs/11_param.ipynb #06f6f30a
 VALUE, GRAD, STEP, BUFFERS = range(4)  # columns of a row; buffers come last
 
 def work_grid(
@@ -144,12 +144,13 @@ def work_grid(
 ) -> tuple[np.ndarray, list[int]]:  # pieces: slot, start, length; where portions end
     "Cut parameters into pieces and the pieces into portions of similar size."
     pieces, ends, load = [], [0], 0
+    portion = max(2 * CHUNK, sum(sizes) // 32)
     for slot, size in enumerate(sizes):
         for start in range(0, size, CHUNK):
             n = min(CHUNK, size - start)
             pieces.append((slot, start, n))
             load += n
-            if load >= CHUNK: ends, load = ends + [len(pieces)], 0
+            if load >= portion: ends, load = ends + [len(pieces)], 0
     if load: ends.append(len(pieces))
     return np.array(pieces, i64).reshape(-1, 3), ends
 
@@ -250,14 +251,14 @@ def _scale(rows, pieces, factor, first, end):
             g = elements(rows[piece[0], GRAD], piece[1], piece[2], f32(0))
             for i in range(g.size): g[i] = g[i] * factor
 
-# %% ../../nbs/11_param.ipynb #94b70f28
+# %% ../../nbs/11_param.ipynb #d7d0ff6b
 class Loops(Table):
     "Slots with loops over their memory."
 
-    def _each(self, call):
+    def _each(self, call, light=False):
         "`call(first, end, last)` over all pieces, on several threads if that pays."
-        ends = self._ends
-        if self._total < LEAST or num_workers() == 1:
+        ends, least = self._ends, LEAST * (4 if light else 1)
+        if self._total < least or num_workers() == 1:
             return call(0, len(self._pieces), True)
         parallel_for(len(ends) - 1, lambda a, b: call(ends[a], ends[b], False), 1, 0)
         return call(0, 0, True)
@@ -265,12 +266,13 @@ class Loops(Table):
     def each(self,
         loop: Callable[..., Any],  # rows, pieces, *args, first, end
         *args: Any,
+        light: bool = False,  # it does next to nothing with an element
     ) -> None:
         "Call a loop over the memory; `refresh` comes before."
         if not self._slots: return
-        self._each(lambda *part: loop(self._rows, self._pieces, *args, *part[:2]))
+        self._each(lambda *part: loop(self._rows, self._pieces, *args, *part[:2]), light)
 
-# %% ../../nbs/11_param.ipynb #3ff60b2c
+# %% ../../nbs/11_param.ipynb #7fdc4a95
 class Steps(Loops):
     "Slots that a formula can move."
 
@@ -284,14 +286,15 @@ class Steps(Loops):
     def run(self,
         loop: Callable[..., Any],  # rows, pieces, zero per buffer, *args, first, end, last
         *args: Any,
+        light: bool = False,  # it does next to nothing with an element
     ) -> None:
         "One step with every parameter that has a gradient; `refresh` comes before."
         if not self._slots: return
         args = (self._rows, self._pieces, *self._like, *args)
-        self._each(lambda *part: loop(*args, *part))
+        self._each(lambda *part: loop(*args, *part), light)
         self.moved()
 
-# %% ../../nbs/11_param.ipynb #18470e01
+# %% ../../nbs/11_param.ipynb #eb56160e
 class Slots(Steps):
     "The registered parameters of an optimizer, and their gradients as a whole."
 
@@ -302,12 +305,12 @@ class Slots(Steps):
         self.refresh()
         if not self._slots: return total
         return self._each(lambda *part: _squares(self._rows, self._pieces, self._sums,
-                                                 np.empty(16), total, *part))
+                                                 np.empty(16), total, *part), light=True)
 
     def scale(self, factor: np.float32) -> None:
         "Multiply all gradients in place."
         self.refresh(writable=True)
-        self.each(_scale, factor)
+        self.each(_scale, factor, light=True)
 
     def zero_grad(self) -> None:
         "Clear all gradients."

@@ -71,7 +71,7 @@ def _elements(settings, rows, cols): return rows * cols if settings['momentum'] 
 LAYOUT = Layout('SGD', (b'FZS3', b'FZS4', b'FZS5'), (Records(('buf',), elements=_elements),),
                 (('momentum', '<f4'), ('dampening', '<f4'), ('nesterov', 'u1')))
 
-# %% ../../nbs/11b_sgd.ipynb #d8f0ea5c
+# %% ../../nbs/11b_sgd.ipynb #cff5b2fb
 class SGD(Optimizer):
     "Stochastic gradient descent with momentum (Polyak 1964, Nesterov 1983)."
 
@@ -99,4 +99,4 @@ class SGD(Optimizer):
     def _update(self) -> None:
         c = self.config
         settings = c.lr, c.momentum, c.dampening, c.weight_decay, c.nesterov
-        self.slots.run(_sgd, np.array(settings, f32))
+        self.slots.run(_sgd, np.array(settings, f32), light=True)
