@@ -144,8 +144,9 @@ def test_every_shape_follows_the_formula(kind, fields, shape):
 
 
 @matrix
-def test_threads_change_no_bit(kind, fields):
-    n = 2**17 + 5
+def test_threads_change_no_bit(kind, fields, monkeypatch):
+    monkeypatch.setattr(param, 'LEAST', 1)
+    n = 2**18 + 5
     start, grads = uniform_fill(1, np.empty(n, f32), -1, 1), gaussian_fill(2, np.empty((3, n), f32), 1.0)
     for workers in THREADS:
         old = set_workers(workers)

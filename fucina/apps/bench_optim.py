@@ -6,13 +6,12 @@
 __all__ = ['SECTIONS', 'LAYERS', 'ROWS', 'WARM', 'idle', 'scaled', 'Row', 'gradient', 'Timing', 'measure', 'lines', 'claim',
            'factor', 'flags', 'main']
 
-# %% ../../nbs/20b_bench_optim.ipynb #34252f08
+# %% ../../nbs/20b_bench_optim.ipynb #07dba8fc
 import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from .program import Parser, count, progress, table
 from ..exec import ExecContext
 from ..kernels import f32, kernel, num_workers, u32
-from ..optim import SGD, AdamW
+from ..optim import SGD, AdamW, Apollo, ApolloConfig, Muon
 from ..optim.param import BUFFERS, GRAD, VALUE, elements
 from ..rng import gaussian_fill
 from ..tensor import variable
@@ -54,7 +53,7 @@ def _idle_two(rows, pieces, like_a, like_b, zero, none_a, none_b, first, end, la
             p[i] = p[i] ^ (g[i] & zero)
             a[i], b[i] = a[i] ^ none_a, b[i] ^ none_b
 
-# %% ../../nbs/20b_bench_optim.ipynb #0b703d1f
+# %% ../../nbs/20b_bench_optim.ipynb #3d5299ad
 @kernel
 def _idle_read(rows, pieces, like, seen, first, end, last):
     for k in range(end - first):
@@ -77,7 +76,7 @@ def idle(
     if read: loop, args = _idle_read, (np.zeros(1, u32),)
     def move():
         opt.slots.refresh()
-        opt.slots.run(loop, *args)
+        opt.slots.run(loop, *args, light=len(zeros) == 1)
     return move
 
 # %% ../../nbs/20b_bench_optim.ipynb #0a716838
@@ -95,12 +94,12 @@ def scaled(
     "The shapes of a smaller or larger model."
     return [tuple(max(1, round(n * scale)) for n in shape) for shape in shapes]
 
-# %% ../../nbs/20b_bench_optim.ipynb #fa737405
+# %% ../../nbs/20b_bench_optim.ipynb #fce96dce
 @dataclass(frozen=True)
 class Row:
     "A row of the table."
     make: Callable[[], Any]  # an optimizer without parameters
-    traffic: int  # bytes a step moves for each weight
+    traffic: int = 0  # bytes a step moves for each weight; 0: it does not wait for memory
     read: bool = False  # measure the norm of the gradient instead
 
     def call(self, opt: Any) -> object:
@@ -114,6 +113,10 @@ ROWS = {
     'adamw': Row(AdamW, 28),
     'adamw-bf16-m': Row(lambda: AdamW(state_dtype='bf16'), 24),
     'adamw-bf16-mv': Row(lambda: AdamW(state_dtype='bf16', second_moment_dtype='bf16'), 20),
+    'muon': Row(Muon),
+    'muon-bf16': Row(lambda: Muon(state_dtype='bf16')),
+    'apollo-r256': Row(lambda: Apollo(rank=256)),
+    'apollo-mini': Row(lambda: Apollo(ApolloConfig.mini())),
     'clip-norm': Row(SGD, 4, read=True),
 }
 
@@ -126,14 +129,14 @@ def gradient(
     noise = gaussian_fill(0, np.empty(math.prod(rows) + n - 1, f32), 0.01)
     return np.lib.stride_tricks.sliding_window_view(noise, n).reshape(shape)
 
-# %% ../../nbs/20b_bench_optim.ipynb #19459f0f
+# %% ../../nbs/20b_bench_optim.ipynb #dc4f169e
 @dataclass
 class Timing:
     "What came out for a row."
     name: str
     size: int  # weights
     seconds: float  # of a step
-    idle: float  # of moving its bytes
+    idle: float | None  # of moving its bytes
 
 WARM = 5  # steps before the first that counts
 
@@ -147,18 +150,19 @@ def measure(
     opt, pairs = row.make(), [(variable(np.zeros(s, f32), len(s)), gradient(s))
                               for s in shapes]
     for w, _ in pairs: opt.add_param(w)
-    move = idle(opt, row.read)
+    turns = [lambda: row.call(opt)] + [idle(opt, row.read)] * (row.traffic > 0)
     for _ in range(WARM + steps):
         for w, g in pairs: w.set_grad(g)
         at = [time.perf_counter()]
-        for f in (lambda: row.call(opt), move):
+        for f in turns:
             f()
             at.append(time.perf_counter())
         times.append(np.diff(at))
     size = sum(w.numpy().size for w, _ in pairs)
-    return Timing(name, size, *(median(t) for t in np.array(times[WARM:]).T.tolist()))
+    seconds, *moving = np.median(times[WARM:], 0).tolist()
+    return Timing(name, size, seconds, moving[0] if moving else None)
 
-# %% ../../nbs/20b_bench_optim.ipynb #9b0b126f
+# %% ../../nbs/20b_bench_optim.ipynb #2c044c74
 def lines(
     found: Sequence[Timing],
     layers: int,  # 1: leave out the last column
@@ -167,9 +171,9 @@ def lines(
     head = 'optimizer', 'M weights', 'ms/step', 'GB/s', 'share'
     rows: list[tuple[str, ...]] = [head + (f'ms x {layers}',) * (layers > 1)]
     for t in found:
-        traffic, ms = ROWS[t.name].traffic, t.seconds * 1e3
-        speed = f'{traffic * t.size / t.seconds / 1e9:.1f}'
-        row = (t.name, f'{t.size / 1e6:.2f}', f'{ms:.2f}', speed, f'{t.idle / t.seconds:.0%}')
+        ms, gb = t.seconds * 1e3, ROWS[t.name].traffic * t.size / 1e9
+        row = t.name, f'{t.size / 1e6:.2f}', f'{ms:.2f}'
+        row += (f'{gb / t.seconds:.1f}', f'{t.idle / t.seconds:.0%}') if t.idle else ('-', '-')
         rows.append(row + (f'{ms * layers:.0f}',) * (layers > 1))
     return rows
 
@@ -205,19 +209,20 @@ def flags() -> Parser:
         help='threads of our kernels (default: one per core)')
     return parser
 
-# %% ../../nbs/20b_bench_optim.ipynb #5d25a58f
+# %% ../../nbs/20b_bench_optim.ipynb #22b10351
 def main(
     argv: Sequence[str] | None = None,  # flags; None: those of the command line
 ) -> int:  # exit code: 0
     "The command `fucina bench-optim`."
     args = flags().parse_args(argv)
-    names = [s for s in SECTIONS if s == 'block' or args.embedding == 'true']
+    sections = list(SECTIONS)[:2 if args.embedding == 'true' else 1]
     with ExecContext(workers=args.threads):
         print(f'step() alone, threads: {num_workers()}')
-        for section in names:
+        for section in sections:
             shapes, found = scaled(SECTIONS[section], args.scale), []
-            with progress(args.steps * len(ROWS), section) as bar:
-                for name in ROWS:
+            rows = [n for n, row in ROWS.items() if section == 'block' or row.traffic]
+            with progress(args.steps * len(rows), section) as bar:
+                for name in rows:
                     found.append(measure(name, shapes, args.steps))
                     bar.update(args.steps)
             print(f'\n{section}')
