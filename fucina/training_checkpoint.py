@@ -8,7 +8,7 @@ __all__ = ['MODEL_STATE_FILE', 'ADAPTERS_STATE_FILE', 'OPTIMIZER_STATE_FILE', 'T
            'save_trainer_state', 'load_trainer_state', 'save_checkpoint', 'load_checkpoint', 'latest_committed',
            'rotate_checkpoints']
 
-# %% ../nbs/10_training_checkpoint.ipynb #debd50bd
+# %% ../nbs/10_training_checkpoint.ipynb #365cad6b
 import errno
 import os
 import re
@@ -26,7 +26,7 @@ from .errors import (InvalidConfigError, InvalidTrainerStateError,
                            UnsupportedTrainerStateVersionError)
 from .param_registry import _registry
 from .safetensors import (LIMIT, File, make_directory, shown, strict_json,
-                                sync_directory, write_atomic)
+                                sync_directory, write_all, write_atomic)
 
 # %% ../nbs/10_training_checkpoint.ipynb #fa1f3211
 from .errors import TrainerStateError  # noqa: F401  `except TrainerStateError`
@@ -178,18 +178,22 @@ def load_trainer_state(dir_path: Folder) -> TrainerState:
         raise FileNotFoundError(errno.ENOENT, 'no committed checkpoint', path) from None
     except TrainerStateError as e: raise type(e)(f'{path}: {e}') from None
 
-# %% ../nbs/10_training_checkpoint.ipynb #1d718995
+# %% ../nbs/10_training_checkpoint.ipynb #61b5f893
+class _Pieces:
+    "Keeps what is written, without a copy."
+    def __init__(self): self.parts: list[Any] = []
+
+    def write(self, data: Any) -> int:
+        self.parts.append(data)
+        return len(data)
+
 class _Reached(Exception):
     "The first byte was about to be written."
 
 class _Wall:
     def write(self, data: Any) -> int: raise _Reached
 
-def _check(save: Callable[[Any], Any]) -> None:
-    "Let `save` find what is wrong, and write nothing."
-    with suppress(_Reached): save(_Wall())
-
-# %% ../nbs/10_training_checkpoint.ipynb #a3fb0aa7
+# %% ../nbs/10_training_checkpoint.ipynb #2cab17e1
 def save_checkpoint(
     dir_path: Folder,
     model: Any,  # an object that holds tensors, or a registry
@@ -200,19 +204,29 @@ def save_checkpoint(
     durable: bool = True,  # wait for the disk
 ) -> None:
     "Write a checkpoint; after a crash it is there as a whole or not at all."
-    payloads = {tensor_file: _registry(model).save_state_dict}
-    if optimizer is not None: payloads[OPTIMIZER_STATE_FILE] = optimizer.save_state
     format_trainer_state(state)
-    for save in payloads.values(): _check(save)
+    tensors, optimizer_path = _Pieces(), path_join(dir_path, OPTIMIZER_STATE_FILE)
+    _registry(model).save_state_dict(tensors)
+    if optimizer is not None:
+        with suppress(_Reached): optimizer.save_state(_Wall())
     begin_save(dir_path, durable=durable)
     if optimizer is None:  # that of an earlier run would not belong to it
-        stale = path_join(dir_path, OPTIMIZER_STATE_FILE)
-        with suppress(FileNotFoundError): os.unlink(stale)
-    for leaf, save in payloads.items():
-        write_file_atomic(path_join(dir_path, leaf), save, durable=durable)
+        with suppress(FileNotFoundError): os.unlink(optimizer_path)
+    write_file_atomic(path_join(dir_path, tensor_file),
+                      lambda f: write_all(f, tensors.parts), durable=durable)
+    if optimizer is not None:
+        write_file_atomic(optimizer_path, optimizer.save_state, durable=durable)
     save_trainer_state(dir_path, state, durable=durable)
 
-# %% ../nbs/10_training_checkpoint.ipynb #6e889eac
+# %% ../nbs/10_training_checkpoint.ipynb #c93eb705
+def _staged(optimizer: Any, path: str) -> Callable[[], Any]:
+    "Read the state of an optimizer; what is returned takes it over."
+    def load():
+        with open(path, 'rb') as file: optimizer.load_state(file)
+    if optimizer is None: return lambda: None
+    if not hasattr(optimizer, 'stage_state'): return load
+    with open(path, 'rb') as file: return optimizer.stage_state(file)
+
 def load_checkpoint(
     dir_path: Folder,
     model: Any,  # an object that holds tensors, or a registry
@@ -224,11 +238,10 @@ def load_checkpoint(
 ) -> TrainerState:
     "Read a committed checkpoint into tensors and optimizer."
     state, registry = load_trainer_state(dir_path), _registry(model)
+    take_over = _staged(optimizer, path_join(dir_path, OPTIMIZER_STATE_FILE))
     with File.load_mmap(path_join(dir_path, tensor_file)) as tensors:
         registry.load_state_dict(tensors, strict=strict, aliases=aliases)
-    if optimizer is not None:
-        with open(path_join(dir_path, OPTIMIZER_STATE_FILE), 'rb') as file:
-            optimizer.load_state(file)
+    take_over()
     return state
 
 # %% ../nbs/10_training_checkpoint.ipynb #2abfd574

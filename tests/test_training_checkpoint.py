@@ -1,5 +1,6 @@
 """trainer_state.json to the byte, the order of a save, golden checkpoints, many under one root."""
 import dataclasses
+import io
 import json
 import math
 import os
@@ -422,6 +423,44 @@ def test_what_can_be_checked_is_checked_first(tmp_path):
                               errors.InvalidTrainerStateError)):
             with pytest.raises(error): save_checkpoint(folder, *wrong)
             assert (contents(folder) if folder.exists() else None) == before
+
+
+def state_of(params, opt):
+    stream = io.BytesIO()
+    opt.save_state(stream)
+    return [t.value.tobytes() for t in params.values()], stream.getvalue()
+
+
+@pytest.mark.parametrize('damage', [MODEL_STATE_FILE, OPTIMIZER_STATE_FILE, 'names', 'missing'])
+@pytest.mark.parametrize('of_a_set', [False, True])
+def test_a_load_changes_all_or_nothing(tmp_path, damage, of_a_set):
+    def wrapped(opt): return optim.OptimizerSet([opt]) if of_a_set else opt
+    params, _, opt = trained(2.0)
+    save_checkpoint(tmp_path, params, wrapped(opt), TrainerState())
+    path = tmp_path / (damage if '.' in damage else OPTIMIZER_STATE_FILE)
+    if damage == 'missing': path.unlink()
+    elif '.' in damage: path.write_bytes(path.read_bytes()[:-1])
+    other, _, other_opt = trained(5.0)
+    before = state_of(other, other_opt)
+    model = {'v': other['w'], 'b': other['b']} if damage == 'names' else other
+    with pytest.raises((errors.FucinaError, FileNotFoundError)):
+        load_checkpoint(tmp_path, model, wrapped(other_opt))
+    assert state_of(other, other_opt) == before
+
+
+class Foreign:
+    "All that an optimizer needs for a checkpoint."
+    def __init__(self, memory=b''): self.memory = memory
+    def save_state(self, writer): writer.write(self.memory)
+    def load_state(self, reader): self.memory = reader.read()
+
+
+@pytest.mark.parametrize('memory', [b'', b'something'])
+def test_any_object_with_two_methods(tmp_path, memory):
+    params, other = model(), Foreign()
+    save_checkpoint(tmp_path, params, Foreign(memory), TrainerState())
+    load_checkpoint(tmp_path, params, other)
+    assert other.memory == memory == (tmp_path / OPTIMIZER_STATE_FILE).read_bytes()
 
 
 @pytest.mark.parametrize('dtype', ['bf16', 'f16'])
