@@ -8,7 +8,7 @@ __all__ = ['fcntl', 'LIMIT', 'MAX_HEADER_SIZE', 'Metadata', 'T', 'DType', 'dtype
            'TensorInfo', 'read_exact', 'Opened', 'Tensors', 'Buffer', 'File', 'read_prefix', 'sync_file',
            'sync_directory', 'make_directory', 'write_atomic', 'save_file_atomic', 'is_index_path', 'Sharded']
 
-# %% ../nbs/07_safetensors.ipynb #7bab0c91
+# %% ../nbs/07_safetensors.ipynb #91119df4
 import errno
 import gc
 import io
@@ -16,7 +16,7 @@ import json
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from enum import Enum
 from operator import index
 from reprlib import Repr
@@ -473,14 +473,13 @@ def _parse(buffer: Any) -> Parsed:
                                             'belong to no tensor')
     return rows, metadata, raw[start:]
 
-# %% ../nbs/07_safetensors.ipynb #3b9ca7d4
+# %% ../nbs/07_safetensors.ipynb #332b642f
 class Buffer(Tensors):
     "A file in memory."
 
-    def __init__(self, rows: list[Row], metadata: dict[str, str], data: memoryview,
-                 mapped: Any = None):
+    def __init__(self, rows: list[Row], metadata: dict[str, str], data: memoryview):
         super().__init__({row[2]: row for row in rows})
-        self.metadata, self.data, self._map = metadata, data.toreadonly(), mapped
+        self.metadata, self.data = metadata, data.toreadonly()
 
     def _info(self, held: Row) -> TensorInfo:
         begin, end, name, dtype, shape = held
@@ -490,10 +489,8 @@ class Buffer(Tensors):
         "Let go of the memory; tensors that were handed out stay valid."
         super().close()
         self.data = memoryview(b'')
-        if self._map is not None:
-            with suppress(BufferError): self._map.close()  # unless someone looks into it
 
-# %% ../nbs/07_safetensors.ipynb #e4322f3c
+# %% ../nbs/07_safetensors.ipynb #3491ef2c
 class File(Buffer):
     "A safetensors file."
 
@@ -511,9 +508,8 @@ class File(Buffer):
     def load_mmap(cls, path: str | os.PathLike[str]) -> 'File':
         "Map a file into memory."
         with _opened(path) as f:
-            some = _size_on_disk(f) > 0  # nothing cannot be mapped
-            mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if some else b''
-            return cls(*_parse(mapped), mapped)
+            if not _size_on_disk(f): return cls.parse(b'')  # no system maps nothing
+            return cls.parse(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
 
 # %% ../nbs/07_safetensors.ipynb #20bb494c
 @contextmanager
@@ -647,7 +643,7 @@ def _is_leaf(leaf: Any) -> bool:
     return (isinstance(leaf, str) and leaf != '' and os.path.basename(leaf) == leaf
             and not any(part in leaf for part in ('/', '\\', '..', '\0')))
 
-# %% ../nbs/07_safetensors.ipynb #b9e02f38
+# %% ../nbs/07_safetensors.ipynb #d37ef9f9
 def _open_files(
     index_path: Any,
     load: Callable[[str], File],
@@ -655,15 +651,13 @@ def _open_files(
     "The files of a model, its tensors, and the total size if the index states it."
     leaves, total_size = _read_index(index_path)
     folder, tensors = os.path.dirname(os.fsdecode(index_path)), {}
-    with ExitStack() as opened:
-        files = {leaf: opened.enter_context(load(os.path.join(folder, leaf)))
-                 for leaf in dict.fromkeys(leaves.values())}
-        for name, leaf in leaves.items():
-            tensors[name] = files[leaf].maybe_tensor(name)
-            if tensors[name] is None:
-                raise InvalidIndexError(f'{os.fspath(index_path)}: there is no tensor '
-                                        f'{shown(name)} in {leaf}')
-        opened.pop_all()  # they stay open
+    order = dict.fromkeys(leaves.values())
+    files = {leaf: load(os.path.join(folder, leaf)) for leaf in order}
+    for name, leaf in leaves.items():
+        tensors[name] = files[leaf].maybe_tensor(name)
+        if tensors[name] is None:
+            raise InvalidIndexError(f'{os.fspath(index_path)}: there is no tensor '
+                                    f'{shown(name)} in {leaf}')
     return files, tensors, total_size
 
 # %% ../nbs/07_safetensors.ipynb #930e0f21
