@@ -198,13 +198,14 @@ class Files(Views):
         load_state_dict(reader, entries, options or LoadOptions(), strict=strict,
                         aliases=aliases)
 
-# %% ../nbs/09_param_registry.ipynb #d6e743e1
+# %% ../nbs/09_param_registry.ipynb #4eeddc57
 MOST = 12  # rows shown
 LEFT = ' style="text-align:left"'
 
-def show_text(title: str, rows: Sequence[tuple[str, ...]], total: str) -> str:
+def show_text(title: str, rows: Sequence[tuple[str, ...]], total: str,
+              most: int = MOST) -> str:
     "A title, aligned columns of which the first row has the names, a line of totals."
-    shown, more = rows[:MOST + 1], len(rows) - MOST - 1
+    shown, more = rows[:most + 1], len(rows) - most - 1
     widths = [max(map(len, column)) for column in zip(*shown)]
     lines = ['  ' + '  '.join(map(str.ljust, row, widths)).rstrip() for row in shown]
     if more > 0: lines.append(f'  … {more} more')

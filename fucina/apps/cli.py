@@ -12,11 +12,12 @@ from importlib import import_module
 from .. import __version__
 from ..errors import FucinaError, UnknownArgumentError
 
-# %% ../../nbs/20z_cli.ipynb #2010d8f6
+# %% ../../nbs/20z_cli.ipynb #829904ab
 COMMANDS = {
     'spirals': 'train a network from scratch to tell two spirals apart',
     'digits': 'train a network to read real handwritten digits',
     'bench-optim': 'time the step of every optimizer',
+    'inspect': 'list what is in a checkpoint, or in a file of one',
     'config': 'show versions, processor, threads, BLAS and number rules',
 }
 USAGE = 'usage: fucina COMMAND [FLAGS]'
