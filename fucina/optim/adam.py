@@ -16,11 +16,10 @@ from .frames import Layout, Optimizer, Records
 from .moments import Config, StateDType, narrowed, power, state, widened
 from .param import BUFFERS, GRAD, STEP, VALUE, Param, Slot, elements, tick
 
-# %% ../../nbs/11c_adam.ipynb #02948da1
+# %% ../../nbs/11c_adam.ipynb #d6051b4f
 @kernel
-def _adam(rows, pieces, like_m, like_v, settings, coupled, first, end, last):
-    lr, beta1, beta2 = settings[0], settings[1], settings[2]
-    eps, decay = settings[3], settings[4]
+def _adam(rows, pieces, like_m, like_v, lr, beta1, beta2, eps, decay, coupled,
+          first, end, last):
     keep = f32(1.0 - f64(lr) * f64(decay)) if decay != 0 else f32(1)
     new1, new2 = f32(1.0 - f64(beta1)), f32(1.0 - f64(beta2))
     for k in range(end - first):
@@ -60,7 +59,7 @@ class AdamWConfig(AdamConfig):
     "Settings of `AdamW`."
     weight_decay: float = 0.01  # λ, shrinks the weights themselves
 
-# %% ../../nbs/11c_adam.ipynb #c0fc0774
+# %% ../../nbs/11c_adam.ipynb #b52d2d05
 class AdamSlot(Slot):
     "A parameter and its two moments."
 
@@ -77,12 +76,11 @@ class Moments(Optimizer):
         n, c = len(param), self.config
         return AdamSlot(param, state(n, c.state_dtype), state(n, c.second_moment_dtype))
 
-    def _run(self, decay: float, coupled: np.float32 | None) -> None:
+    def _run(self, decay: np.float32, coupled: np.float32 | None) -> None:
         c = self.config
-        settings = np.array((c.lr, c.beta1, c.beta2, c.eps, decay), f32)
-        self.slots.run(_adam, settings, coupled)
+        self.slots.run(_adam, c.lr, c.beta1, c.beta2, c.eps, decay, coupled)
 
-# %% ../../nbs/11c_adam.ipynb #99f6d7c7
+# %% ../../nbs/11c_adam.ipynb #62b3c971
 class Adam(Moments):
     "Adam (Kingma & Ba 2015), with weight decay in the gradient."
 
@@ -91,7 +89,7 @@ class Adam(Moments):
 
     def _update(self) -> None:
         decay = self.config.weight_decay
-        self._run(0, None if decay == 0 else decay)
+        self._run(f32(0), None if decay == 0 else decay)
 
 # %% ../../nbs/11c_adam.ipynb #1f4434b4
 class AdamW(Moments):

@@ -6,11 +6,12 @@
 __all__ = ['VALUE', 'GRAD', 'STEP', 'BUFFERS', 'OVERFLOW', 'Param', 'keep_master', 'publish', 'Slot', 'work_grid', 'SlotList',
            'Table', 'tick', 'Loops', 'Steps', 'Slots', 'real', 'Clipping']
 
-# %% ../../nbs/11_param.ipynb #cce0443d
+# %% ../../nbs/11_param.ipynb #8cc1900c
 import ctypes
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -272,7 +273,7 @@ class Loops(Table):
         if not self._slots: return
         self._each(lambda *part: loop(self._rows, self._pieces, *args, *part[:2]), light)
 
-# %% ../../nbs/11_param.ipynb #7fdc4a95
+# %% ../../nbs/11_param.ipynb #6d318827
 class Steps(Loops):
     "Slots that a formula can move."
 
@@ -290,8 +291,7 @@ class Steps(Loops):
     ) -> None:
         "One step with every parameter that has a gradient; `refresh` comes before."
         if not self._slots: return
-        args = (self._rows, self._pieces, *self._like, *args)
-        self._each(lambda *part: loop(*args, *part), light)
+        self._each(partial(loop, self._rows, self._pieces, *self._like, *args), light)
         self.moved()
 
 # %% ../../nbs/11_param.ipynb #eb56160e

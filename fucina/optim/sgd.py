@@ -38,11 +38,9 @@ class SgdSlot(Slot):
         super().__init__(param)
         self.buf = buf  # flat, or empty without momentum
 
-# %% ../../nbs/11b_sgd.ipynb #7896d607
+# %% ../../nbs/11b_sgd.ipynb #c03505d5
 @kernel
-def _sgd(rows, pieces, like, settings, first, end, last):
-    lr, momentum, dampening = settings[0], settings[1], settings[2]
-    decay, nesterov = settings[3], settings[4]
+def _sgd(rows, pieces, like, lr, momentum, dampening, decay, nesterov, first, end, last):
     share = f32(1.0 - f64(dampening))
     for k in range(end - first):
         piece = pieces[first + k]
@@ -61,7 +59,7 @@ def _sgd(rows, pieces, like, settings, first, end, last):
             d = g[i] + decay * p[i] if decay != 0 else g[i]
             b = d if new else momentum * widened(buf[i]) + share * d
             buf[i] = narrowed(b, like)
-            d = d + momentum * b if nesterov != 0 else b
+            d = d + momentum * b if nesterov else b
             p[i] = p[i] - lr * d
     if last: tick(rows)
 
@@ -71,7 +69,7 @@ def _elements(settings, rows, cols): return rows * cols if settings['momentum'] 
 LAYOUT = Layout('SGD', (b'FZS3', b'FZS4', b'FZS5'), (Records(('buf',), elements=_elements),),
                 (('momentum', '<f4'), ('dampening', '<f4'), ('nesterov', 'u1')))
 
-# %% ../../nbs/11b_sgd.ipynb #cff5b2fb
+# %% ../../nbs/11b_sgd.ipynb #3b05a4c0
 class SGD(Optimizer):
     "Stochastic gradient descent with momentum (Polyak 1964, Nesterov 1983)."
 
@@ -98,5 +96,5 @@ class SGD(Optimizer):
 
     def _update(self) -> None:
         c = self.config
-        settings = c.lr, c.momentum, c.dampening, c.weight_decay, c.nesterov
-        self.slots.run(_sgd, np.array(settings, f32), light=True)
+        self.slots.run(_sgd, c.lr, c.momentum, c.dampening, c.weight_decay, c.nesterov,
+                       light=True)
