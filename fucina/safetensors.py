@@ -200,7 +200,7 @@ def frame(rows: list[Checked], texts: Mapping[str, str]) -> list[bytes | memoryv
                                   f'{MAX_HEADER_SIZE}')
     return [len(header).to_bytes(8, 'little'), header, *[row[-1] for row in rows]]
 
-# %% ../nbs/07_safetensors.ipynb #d503246c
+# %% ../nbs/07_safetensors.ipynb #300516ca
 Metadata = Mapping[str, str] | Iterable[tuple[str, str]] | None
 
 def serialize(
@@ -215,7 +215,7 @@ def serialize_alloc(tensors: Iterable[Any], metadata: Metadata = None) -> bytes:
     "A file as bytes."
     return b''.join(frame(_check_entries(tensors), _check_metadata(metadata)))
 
-def write_all(writer: Any, parts: Sequence[bytes | memoryview]) -> None:
+def write_all(writer: Any, parts: Iterable[bytes | memoryview]) -> None:
     "Write all of `parts`, also to a writer that takes only some of it at a time."
     for part in parts:
         taken = writer.write(part)
@@ -382,7 +382,7 @@ class TensorInfo(NamedTuple):
         "A copy of a part."
         return _cut(self, _bounds(self, ranges))
 
-# %% ../nbs/07_safetensors.ipynb #dc888f08
+# %% ../nbs/07_safetensors.ipynb #27f13ad1
 def read_exact(
     reader: Any,  # has readinto(buffer) or read(n)
     n: int,  # bytes; may be far more than there are
@@ -406,6 +406,7 @@ def _size_on_disk(reader: Any) -> int:
 def _read_some(reader: Any, room: memoryview) -> int:
     if hasattr(reader, 'readinto'): return reader.readinto(room)
     part = reader.read(len(room))
+    if isinstance(part, str): raise TypeError("a text stream; open the file with mode 'rb'")
     room[:len(part)] = part
     return len(part)
 

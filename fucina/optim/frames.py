@@ -6,7 +6,7 @@
 __all__ = ['LAYOUTS', 'DTYPES', 'Source', 'write', 'packed', 'count_field', 'save_tensors', 'load_tensors', 'Records', 'Layout',
            'checked_names', 'Saving', 'Optimizer', 'SlotInfo', 'FrameInfo', 'inspect_state', 'Routed']
 
-# %% ../../nbs/11aa_frames.ipynb #d608ddeb
+# %% ../../nbs/11aa_frames.ipynb #1dff135f
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +20,7 @@ from ..errors import (CheckpointConfigMismatchError, CheckpointDtypeMismatchErro
                            CheckpointMagicMismatchError, CheckpointMissingEntryError,
                            CheckpointShapeMismatchError, CheckpointTooManyEntriesError,
                            CheckpointUnknownNameError, CheckpointUnsupportedDtypeError,
-                           DTypeError, EndOfStreamError, NonContiguousParamError)
-from ..kernels import f32
+                           DTypeError, NonContiguousParamError)
 from ..ops.named import Named
 from .moments import Base
 from .param import Param, Slot, Slots, keep_master, publish
@@ -293,11 +292,11 @@ def _read_list(source, slots, records, version):
             raise CheckpointMissingEntryError(f'the stream has no record for {slots.label(i)}')
     return found
 
-# %% ../../nbs/11aa_frames.ipynb #d26beb86
+# %% ../../nbs/11aa_frames.ipynb #426e639a
 def _commit(slot: Slot, values: dict[str, Any], master: np.ndarray | None) -> None:
     "Take over what was read."
     for key, value in values.items():
-        setattr(slot, key, value if isinstance(value, (np.ndarray, f32)) else int(value))
+        setattr(slot, key, value if isinstance(value, (np.ndarray, np.floating)) else int(value))
     if master is None: keep_master(slot.param)
     else:
         np.copyto(slot.param.master, master)
