@@ -49,15 +49,15 @@ SKIPPED = (str, bytes, bytearray, memoryview, np.ndarray, np.generic, int, float
            types.GeneratorType, type, weakref.ReferenceType, ExecContext, set, frozenset,
            partial)
 
-# %% ../nbs/09_param_registry.ipynb #0570571e
+# %% ../nbs/09_param_registry.ipynb #32a9291b
 def children(
     obj: Any,
 ) -> Iterable[tuple[str | None, Any]]:  # names and values; () for what is no container
     "What an object contains, in order."
     if obj is None or isinstance(obj, SKIPPED): return ()
     if hasattr(type(obj), '__fucina_children__'): return obj.__fucina_children__()
-    if isinstance(obj, tuple) and hasattr(obj, '_fields'): return zip(obj._fields, obj)
-    if isinstance(obj, (list, tuple)): return ((str(i), x) for i, x in enumerate(obj))
+    if isinstance(obj, (list, tuple)):
+        return zip(getattr(obj, '_fields', map(str, range(len(obj)))), obj)
     if isinstance(obj, Mapping):
         return ((str(k), x) for k, x in obj.items()) if all(map(_is_name, obj)) else ()
     return _named_children(obj)
