@@ -197,22 +197,22 @@ def _factors(rows, parts, settings, first, end):
         if row[WIDE] == 0: _by_rows(r, m, v, o, factors, settings)
         else: _by_columns(r, m, v, o, sums, factors, start, row[COLS], settings)
 
-# %% ../../nbs/11e_apollo.ipynb #22e9574c
+# %% ../../nbs/11e_apollo.ipynb #fac4580b
 @inline
 def _rescale(g, u, factors, row, at, front):
     "Elements of U, where `g` are those of the gradient from number `at` on."
     cols, i = row[COLS], 0
+    line, j = at // cols, at % cols
     while i < g.size:
-        j = (at + i) % cols
         n = min(g.size - i, cols - j)
         x, y = g[i:i + n], u[i:i + n]
         if row[WIDE] != 0:
             each = factors[j:j + n]
             for k in range(n): y[k] = (x[k] * each[k]) * front
         else:
-            one = factors[min((at + i) // cols, factors.size - 1)]
+            one = factors[min(line, factors.size - 1)]
             for k in range(n): y[k] = (x[k] * one) * front
-        i += n
+        i, line, j = i + n, line + 1, 0
 
 # %% ../../nbs/11e_apollo.ipynb #d26d870a
 @inline
