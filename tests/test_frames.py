@@ -423,7 +423,16 @@ def test_a_short_stream_costs_no_large_buffer():
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_damage_is_refused_or_loaded_exactly(data):
+def test_any_damage_is_refused_or_loaded_exactly(data): check_damage(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None)
+@given(data=st.data())
+def test_any_damage_for_a_minute(data): check_damage(data)
+
+
+def check_damage(data):
     "Pieces of frames cut, repeated, exchanged: a typed error, or what was read is what is written."
     makes = setups()
     frames = {k: saved(m()) for k, m in makes.items()}
