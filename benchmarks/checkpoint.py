@@ -3,9 +3,9 @@
     python benchmarks/checkpoint.py --size 1000        50 tensors of 20 MB
     python benchmarks/checkpoint.py --where /mnt/disk  instead of memory, if there is /dev/shm
 
-Loading means: the values end up in arrays that exist. Ours do that by themselves; after a
-`load_file` or `torch.load` they are copied. No side waits for the disk, but the last lines say
-what waiting costs. `--check` fails above the bar.
+Loading means: names, shapes and dtypes are compared, then the values end up in arrays that
+exist. Ours does that by itself; after `load_file` or `torch.load` it takes two lines. No side
+waits for the disk, but the last lines say what waiting costs. `--check` fails above the bar.
 """
 import argparse
 import os
@@ -28,6 +28,14 @@ except ImportError: torch = None
 
 BAR = 1.1  # of the fastest that does the same work
 STATE = TrainerState(step=1)
+
+
+def fitting(found, wanted):
+    "What was found, if it is what is wanted."
+    assert found.keys() == wanted.keys()
+    for name, a in found.items():
+        assert a.shape == wanted[name].shape and a.dtype == wanted[name].dtype
+    return found
 
 
 class Tensors:
@@ -55,10 +63,12 @@ class Tensors:
     def load_all(self): load_checkpoint(self.dir, self.registry)
 
     def load_safetensors(self):
-        for name, a in load_file(self.path('theirs')).items(): self.others[name][...] = a
+        found = fitting(load_file(self.path('theirs')), self.others)
+        for name, a in found.items(): self.others[name][...] = a
 
     def load_torch(self, **options):
-        for name, t in torch.load(self.path('torch'), **options).items(): self.torch[name].copy_(t)
+        found = fitting(torch.load(self.path('torch'), **options), self.torch)
+        for name, t in found.items(): self.torch[name].copy_(t)
 
     def saves(self):
         found = {'fucina': self.save, 'fucina, a checkpoint': self.save_all,

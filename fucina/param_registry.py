@@ -6,7 +6,7 @@
 __all__ = ['SKIPPED', 'MOST', 'LEFT', 'children', 'walk', 'ParamView', 'Entries', 'Views', 'Files', 'show_text', 'show_html',
            'ParamRegistry', 'save', 'load']
 
-# %% ../nbs/09_param_registry.ipynb #3f6bef38
+# %% ../nbs/09_param_registry.ipynb #b1094256
 import dataclasses
 import os
 import types
@@ -23,9 +23,8 @@ from .errors import (CheckpointDuplicateNameError, CheckpointInvalidNameError,
                            DTypeError, NonContiguousParamError)
 from .exec import ExecContext
 from .ops.named import Named
-from .safetensors import write_atomic
-from .state_dict import (LoadOptions, NamedTensor, NamedTensorMut, load_state_dict,
-                               save_state_dict)
+from .safetensors import File, write_atomic
+from .state_dict import LoadOptions, NamedTensorMut, load_state_dict, save_state_dict
 
 # %% ../nbs/09_param_registry.ipynb #951a442f
 def _named_children(obj: Any) -> Iterator[tuple[str, Any]]:
@@ -101,7 +100,7 @@ class ParamView:
         "The memory of the tensor as uint8, writable, flat."
         return self.tensor.value.reshape(-1).view(np.uint8)
 
-# %% ../nbs/09_param_registry.ipynb #2240c790
+# %% ../nbs/09_param_registry.ipynb #b29e0d87
 def _checked_name(name, known):
     if not isinstance(name, str): raise TypeError(f'a name is a str, got {type(name).__name__}')
     shown = repr(name[:80])
@@ -115,7 +114,9 @@ def _checked_name(name, known):
 class Entries:
     "Names and tensors."
 
-    def __init__(self): self._entries: dict[str, Named] = {}
+    def __init__(self):
+        self._entries: dict[str, Named] = {}
+        self._memory: dict[str, NamedTensorMut] = {}  # the same, as files want it
 
     def add_param(self,
         name: str,  # unique; the key in files and the name of the optimizer's slot
@@ -129,7 +130,12 @@ class Entries:
         _checked_name(name, self._entries)
         if not tensor.is_contiguous:
             raise NonContiguousParamError(f'{name!r} is a strided view: {tensor._describe()}')
-        self._entries[name] = tensor
+        self._entries[name], self._memory[name] = tensor, NamedTensorMut.around(name, tensor)
+
+    def _alive(self) -> Iterable[NamedTensorMut]:
+        "The entries, if no scope has released one of the tensors."
+        for t in self._entries.values(): t._live('entry')
+        return self._memory.values()
 
     def collect_prefixed(self,
         prefix: str,  # name of the model itself; '' for none
@@ -164,7 +170,7 @@ class Views(Entries):
             raise IndexError(f'entry {index} of {len(self)}')
         return list(self)[index]
 
-# %% ../nbs/09_param_registry.ipynb #f7462dd5
+# %% ../nbs/09_param_registry.ipynb #e639632c
 class Files(Views):
     "Entries for optimizers and in files."
 
@@ -184,7 +190,7 @@ class Files(Views):
         writer: Any,  # has write(bytes)
     ) -> None:
         "Write all entries, frozen ones too, as one safetensors file."
-        save_state_dict(writer, [NamedTensor.of(k, t) for k, t in self._entries.items()])
+        save_state_dict(writer, self._alive())
 
     def load_state_dict(self,
         reader: Any,  # has read(n)
@@ -194,8 +200,7 @@ class Files(Views):
         aliases: Any = None,  # {old: new} or pairs; None: as in options
     ) -> None:
         "Read values into the tensors: all of them or, after an error, none."
-        entries = [NamedTensorMut.of(k, t) for k, t in self._entries.items()]
-        load_state_dict(reader, entries, options or LoadOptions(), strict=strict,
+        load_state_dict(reader, self._alive(), options or LoadOptions(), strict=strict,
                         aliases=aliases)
 
 # %% ../nbs/09_param_registry.ipynb #4eeddc57
@@ -241,7 +246,7 @@ class ParamRegistry(Files):
     def __repr__(self) -> str: return show_text(*self._shown())
     def _repr_html_(self) -> str: return show_html(*self._shown())
 
-# %% ../nbs/09_param_registry.ipynb #07606749
+# %% ../nbs/09_param_registry.ipynb #a0365353
 def _registry(model):
     if isinstance(model, ParamRegistry): return model
     registry = ParamRegistry()
@@ -263,5 +268,5 @@ def load(
     aliases: Any = (),  # {old: new} or pairs
 ) -> None:
     "Read a safetensors file into the tensors of a model: all of them or none."
-    with open(path, 'rb') as file:
+    with File.load_mmap(path) as file:
         _registry(model).load_state_dict(file, strict=strict, aliases=aliases)

@@ -50,7 +50,7 @@ class NamedTensor(NamedTuple):
 
     def __repr__(self) -> str: return _described(self)
 
-# %% ../nbs/08_state_dict.ipynb #c20e8da5
+# %% ../nbs/08_state_dict.ipynb #3a9debff
 class NamedTensorMut(NamedTuple):
     "What is loaded into: a name, and memory that may be written."
     name: str
@@ -60,26 +60,33 @@ class NamedTensorMut(NamedTuple):
     leaf: Leaf | None = None  # counts the writes to a variable
 
     @classmethod
+    def around(cls, name: str, t: Named) -> 'NamedTensorMut':
+        "The entry of a tensor, to save; whether it may be written shows when it is loaded."
+        memory = _memory(name, t).data
+        leaf = t._node if isinstance(t._node, Leaf) else None
+        return cls(name, t.dtype, t.shape or (1,), memory, leaf)
+
+    @classmethod
     def of(cls, name: str, t: Named) -> 'NamedTensorMut':
         "The entry of a tensor; ReadOnlyDataError if its memory was borrowed read-only."
-        a = _memory(name, t)
-        if not a.flags.writeable:
+        e = cls.around(name, t)
+        if e.bytes.readonly:
             raise ReadOnlyDataError(f'{shown(name)} is read-only: {t._describe()}')
-        leaf = t._node if isinstance(t._node, Leaf) else None
-        return cls(name, t.dtype, t.shape or (1,), a, leaf)
+        return e._replace(bytes=np.frombuffer(e.bytes, np.uint8))
 
     def __repr__(self) -> str: return _described(self)
 
-# %% ../nbs/08_state_dict.ipynb #2f39fec4
+# %% ../nbs/08_state_dict.ipynb #e3bdbe93
 def _memory(name: str, t: Named) -> np.ndarray:
     "The memory of a tensor as a flat array of bytes."
     if not isinstance(t, Named):
         raise TypeError(f'{shown(name)}: an entry is made of a tensor, got '
                         f'{type(t).__name__}')
     check_dtype(t.dtype)
-    if not t.is_contiguous:
+    a = t._live('entry')
+    if not a.flags.c_contiguous:
         raise NonContiguousParamError(f'{shown(name)} is a strided view: {t._describe()}')
-    return t._live('entry').reshape(-1).view(np.uint8)
+    return np.frombuffer(a, np.uint8)
 
 def _described(e: Any) -> str:
     return f'{type(e).__name__}({shown(e.name)}, {e.dtype} {list(e.shape)})'

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 import fucina
 from fucina import errors
 from fucina import safetensors as s
-from fucina.safetensors import DType, File, Sharded, TensorEntry, read_prefix, serialize_alloc
+from fucina.safetensors import (
+    DType, File, Sharded, TensorEntry, read_prefix, serialize_alloc, strict_json)
 
 f32 = np.float32
 GOLDENS = Path(__file__).parent/'goldens'
@@ -961,3 +962,37 @@ def test_no_pickle_and_no_public_package_behind_it():
     source = Path(s.__file__).read_text(encoding='utf-8')
     assert 'pickle' not in source and 'import safetensors' not in source
     assert mmap.ACCESS_READ and sys.modules['fucina.safetensors'] is s
+
+
+class Pairs(list):
+    "An object in which a key may occur twice: key, value, what stands before the colon."
+
+
+KEYS, BLANKS = st.text('a":\\ ', max_size=3), st.sampled_from(['', '', ' ', '\n'])
+JSON = st.recursive(st.one_of(st.integers(-1, 3), KEYS, st.none()), lambda inner: st.one_of(
+    st.lists(inner, max_size=3),
+    st.lists(st.tuples(KEYS, inner, BLANKS), max_size=4).map(Pairs)))
+
+
+def written(value):
+    if isinstance(value, Pairs):
+        rows = [f'{json.dumps(k)}{blank}:{written(v)}' for k, v, blank in value]
+        return '{' + ','.join(rows) + '}'
+    if isinstance(value, list): return '[' + ','.join(map(written, value)) + ']'
+    return json.dumps(value)
+
+
+def repeats(value):
+    if not isinstance(value, list): return False
+    keys = [row[0] for row in value] if isinstance(value, Pairs) else []
+    inside = [row[1] for row in value] if isinstance(value, Pairs) else value
+    return len(set(keys)) < len(keys) or any(map(repeats, inside))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(JSON)
+def test_a_repeated_key_is_found_wherever_it_is(value):
+    text = written(value)
+    if not repeats(value): assert strict_json(text) == json.loads(text)
+    else:
+        with pytest.raises(ValueError, match='twice'): strict_json(text)
