@@ -11,6 +11,8 @@ import argparse
 import os
 import sys
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
 from timing import interleave, limit_threads, report  # first: sets OMP_WAIT_POLICY
@@ -46,14 +48,17 @@ class Tensors:
         self.arrays = {f'layers.{k}.weight': np.full(shape, k, np.float32)
                        for k, shape in enumerate(shapes)}
         self.registry = ParamRegistry()
-        for name, a in self.arrays.items(): self.registry.add_param(name, fucina.from_numpy(a, a.ndim))
+        for name, a in self.arrays.items():
+            self.registry.add_param(name, fucina.from_numpy(a, a.ndim))
         self.others = {name: a.copy() for name, a in self.arrays.items()}
         if torch: self.torch = {name: torch.from_numpy(a) for name, a in self.others.items()}
         for save in self.saves().values(): save()
 
     def path(self, name): return str(self.folder / name)
 
-    def save(self): write_file_atomic(self.path('ours'), self.registry.save_state_dict, durable=False)
+    def save(self):
+        write_file_atomic(self.path('ours'), self.registry.save_state_dict, durable=False)
+
     def save_all(self): save_checkpoint(self.dir, self.registry, None, STATE, durable=False)
     def save_durable(self): save_checkpoint(self.dir, self.registry, None, STATE)
     def save_safetensors(self): save_file(self.others, self.path('theirs'))
@@ -79,7 +84,8 @@ class Tensors:
         found = {'fucina': self.load, 'fucina, a checkpoint': self.load_all,
                  'safetensors': self.load_safetensors}
         if not torch: return found
-        return found | {'torch': self.load_torch, 'torch, mapped': lambda: self.load_torch(mmap=True)}
+        mapped = partial(self.load_torch, mmap=True)
+        return found | {'torch': self.load_torch, 'torch, mapped': mapped}
 
     def check(self):
         "After a load of other values every side has the right ones."
@@ -97,16 +103,28 @@ class Tensors:
 def judge(title, times, missed):
     "Both of ours against the fastest of the others."
     for ours in [name for name in times if 'fucina' in name]:
-        ratios = report(title, {k: t for k, t in times.items() if 'fucina' not in k or k == ours}, ours)
+        others = {name: t for name, t in times.items() if 'fucina' not in name}
+        ratios = report(title, {ours: times[ours], **others}, ours)
         if max(ratios.values()) > BAR:
             missed.append(f'{title}, {ours}: {max(ratios.values()):.2f} of the fastest, bar {BAR}')
+
+
+def take_turns(contestants, rounds):
+    "Times of all; what takes a second is called once."
+    times = {}
+    for name, f in contestants.items():
+        start = time.perf_counter()
+        f()
+        times[name] = [(time.perf_counter() - start) * 1e6]
+    quick = {name: f for name, f in contestants.items() if times[name][0] < 1e6}
+    return times | interleave(quick, rounds, 0.001)
 
 
 def case(title, shapes, folder, rounds, missed):
     "Time one set of tensors."
     t = Tensors(folder, shapes)
     t.check()
-    times = interleave(t.saves(), rounds, 0.001), interleave(t.loads(), rounds, 0.001)
+    times = take_turns(t.saves(), rounds), take_turns(t.loads(), rounds)
     for verb, found in zip(('save', 'load'), times): judge(f'{verb} {title}', found, missed)
     return [min(found['fucina, a checkpoint']) for found in times]
 
