@@ -16,11 +16,12 @@ from .frames import Layout, Optimizer, Records
 from .moments import Config, StateDType, narrowed, power, state, widened
 from .param import BUFFERS, GRAD, STEP, VALUE, Param, Slot, elements, tick
 
-# %% ../../nbs/11c_adam.ipynb #d6051b4f
+# %% ../../nbs/11c_adam.ipynb #86f13e8a
 @kernel
 def _adam(rows, pieces, like_m, like_v, lr, beta1, beta2, eps, decay, coupled,
           first, end, last):
-    keep = f32(1.0 - f64(lr) * f64(decay)) if decay != 0 else f32(1)
+    keep = f32(1)
+    if coupled is None and decay != 0: keep = f32(1.0 - f64(lr) * f64(decay))
     new1, new2 = f32(1.0 - f64(beta1)), f32(1.0 - f64(beta2))
     for k in range(end - first):
         piece = pieces[first + k]
@@ -34,12 +35,12 @@ def _adam(rows, pieces, like_m, like_v, lr, beta1, beta2, eps, decay, coupled,
         m = elements(row[BUFFERS], start, size, like_m)
         v = elements(row[BUFFERS + 1], start, size, like_v)
         for i in range(p.size):
-            d = g[i] if coupled is None else g[i] + coupled * p[i]
-            m0 = widened(m[i])
+            w, d, m0 = p[i], g[i], widened(m[i])
+            if coupled is not None: d = d + coupled * w
             m1 = m0 + new1 * (d - m0)
             v1 = beta2 * widened(v[i]) + (new2 * d) * d
             m[i], v[i] = narrowed(m1, like_m), narrowed(v1, like_v)
-            p[i] = p[i] * keep - length * (m1 / (np.sqrt(v1) / root + eps))
+            p[i] = w * keep - length * (m1 / (np.sqrt(v1) / root + eps))
     if last: tick(rows)
 
 # %% ../../nbs/11c_adam.ipynb #a7ba3f78
@@ -59,7 +60,7 @@ class AdamWConfig(AdamConfig):
     "Settings of `AdamW`."
     weight_decay: float = 0.01  # λ, shrinks the weights themselves
 
-# %% ../../nbs/11c_adam.ipynb #b52d2d05
+# %% ../../nbs/11c_adam.ipynb #d42315d8
 class AdamSlot(Slot):
     "A parameter and its two moments."
 
@@ -76,11 +77,11 @@ class Moments(Optimizer):
         n, c = len(param), self.config
         return AdamSlot(param, state(n, c.state_dtype), state(n, c.second_moment_dtype))
 
-    def _run(self, decay: np.float32, coupled: np.float32 | None) -> None:
+    def _run(self, coupled: np.float32 | None) -> None:
         c = self.config
-        self.slots.run(_adam, c.lr, c.beta1, c.beta2, c.eps, decay, coupled)
+        self.slots.run(_adam, c.lr, c.beta1, c.beta2, c.eps, c.weight_decay, coupled)
 
-# %% ../../nbs/11c_adam.ipynb #62b3c971
+# %% ../../nbs/11c_adam.ipynb #dfbc6a71
 class Adam(Moments):
     "Adam (Kingma & Ba 2015), with weight decay in the gradient."
 
@@ -88,14 +89,13 @@ class Adam(Moments):
     layout = Layout('Adam', (b'FZAD', b'FZD4', b'FZD5'), (Records(('m', 'v')),))
 
     def _update(self) -> None:
-        decay = self.config.weight_decay
-        self._run(f32(0), None if decay == 0 else decay)
+        self._run(self.config.weight_decay or None)
 
-# %% ../../nbs/11c_adam.ipynb #1f4434b4
+# %% ../../nbs/11c_adam.ipynb #96d52311
 class AdamW(Moments):
     "Adam with decoupled weight decay (Loshchilov & Hutter 2019)."
 
     config_type = AdamWConfig
     layout = Layout('AdamW', (b'FZA3', b'FZA4', b'FZA5'), (Records(('m', 'v')),))
 
-    def _update(self) -> None: self._run(self.config.weight_decay, None)
+    def _update(self) -> None: self._run(None)

@@ -38,7 +38,7 @@ class SgdSlot(Slot):
         super().__init__(param)
         self.buf = buf  # flat, or empty without momentum
 
-# %% ../../nbs/11b_sgd.ipynb #c03505d5
+# %% ../../nbs/11b_sgd.ipynb #294efe4b
 @kernel
 def _sgd(rows, pieces, like, lr, momentum, dampening, decay, nesterov, first, end, last):
     share = f32(1.0 - f64(dampening))
@@ -56,11 +56,12 @@ def _sgd(rows, pieces, like, lr, momentum, dampening, decay, nesterov, first, en
         new = elements(row[STEP], 0, 1, u64(0))[0] == 0
         buf = elements(row[BUFFERS], start, size, like)
         for i in range(p.size):
-            d = g[i] + decay * p[i] if decay != 0 else g[i]
-            b = d if new else momentum * widened(buf[i]) + share * d
+            w, d, old = p[i], g[i], widened(buf[i])
+            if decay != 0: d = d + decay * w
+            b = d if new else momentum * old + share * d
             buf[i] = narrowed(b, like)
-            d = d + momentum * b if nesterov else b
-            p[i] = p[i] - lr * d
+            if nesterov: b = d + momentum * b
+            p[i] = w - lr * b
     if last: tick(rows)
 
 # %% ../../nbs/11b_sgd.ipynb #16dd5440
