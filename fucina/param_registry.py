@@ -26,7 +26,7 @@ from .ops.named import Named
 from .safetensors import File, write_atomic
 from .state_dict import LoadOptions, NamedTensorMut, load_state_dict, save_state_dict
 
-# %% ../nbs/09_param_registry.ipynb #951a442f
+# %% ../nbs/09_param_registry.ipynb #5cea0f54
 def _named_children(obj: Any) -> Iterator[tuple[str, Any]]:
     "Names and values of an object's own attributes."
     if dataclasses.is_dataclass(obj):
@@ -44,9 +44,9 @@ def _slot_names(cls):
 def _is_name(key): return isinstance(key, (str, int)) and not isinstance(key, bool)
 
 SKIPPED = (str, bytes, bytearray, memoryview, np.ndarray, np.generic, int, float, complex,
-           types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
-           types.GeneratorType, type, weakref.ReferenceType, ExecContext, set, frozenset,
-           partial)
+           types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+           types.MethodType, types.GeneratorType, type, weakref.ReferenceType, ExecContext,
+           set, frozenset, partial)
 
 # %% ../nbs/09_param_registry.ipynb #32a9291b
 def children(
@@ -100,9 +100,10 @@ class ParamView:
         "The memory of the tensor as uint8, writable, flat."
         return self.tensor.value.reshape(-1).view(np.uint8)
 
-# %% ../nbs/09_param_registry.ipynb #b29e0d87
+# %% ../nbs/09_param_registry.ipynb #58c2d13c
 def _checked_name(name, known):
-    if not isinstance(name, str): raise TypeError(f'a name is a str, got {type(name).__name__}')
+    if not isinstance(name, str):
+        raise TypeError(f'a name is a str, got {type(name).__name__}')
     shown = repr(name[:80])
     try: size = len(name.encode())
     except UnicodeEncodeError: size = 0
@@ -124,13 +125,16 @@ class Entries:
     ) -> None:
         "Register one tensor; after an error nothing has changed."
         if not isinstance(tensor, Named):
-            raise TypeError(f'{name!r}: a registry holds tensors, got {type(tensor).__name__}')
+            raise TypeError(f'{name!r}: a registry holds tensors, '
+                            f'got {type(tensor).__name__}')
         if tensor.dtype not in ('f32', 'f16', 'bf16', 'i64'):
             raise DTypeError(f'{name!r}: {tensor._describe()}')
         _checked_name(name, self._entries)
         if not tensor.is_contiguous:
-            raise NonContiguousParamError(f'{name!r} is a strided view: {tensor._describe()}')
-        self._entries[name], self._memory[name] = tensor, NamedTensorMut.around(name, tensor)
+            raise NonContiguousParamError(
+                f'{name!r} is a strided view: {tensor._describe()}')
+        self._memory[name] = NamedTensorMut.around(name, tensor)
+        self._entries[name] = tensor
 
     def _alive(self) -> Iterable[NamedTensorMut]:
         "The entries, if no scope has released one of the tensors."
@@ -246,7 +250,7 @@ class ParamRegistry(Files):
     def __repr__(self) -> str: return show_text(*self._shown())
     def _repr_html_(self) -> str: return show_html(*self._shown())
 
-# %% ../nbs/09_param_registry.ipynb #a0365353
+# %% ../nbs/09_param_registry.ipynb #432ca808
 def _registry(model):
     if isinstance(model, ParamRegistry): return model
     registry = ParamRegistry()
@@ -257,7 +261,7 @@ def save(
     path: str | os.PathLike[str],
     model: Any,  # an object that holds tensors, or a registry
 ) -> None:
-    "Write all tensors of a model as a safetensors file; an older file stays until it is done."
+    "Write all tensors of a model as one file; an older file stays until it is done."
     write_atomic(path, _registry(model).save_state_dict)
 
 def load(

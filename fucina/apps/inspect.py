@@ -83,7 +83,7 @@ def _state(folder: Path) -> Iterator[Table]:
     title = f'{TRAINER_STATE_FILE}: version {state.version}'
     yield Table(title, [('name', 'value'), *rows], 'the checkpoint is committed')
 
-# %% ../../nbs/20c_inspect.ipynb #6ec19937
+# %% ../../nbs/20c_inspect.ipynb #780b3dfc
 def _step(folder: Path) -> str:
     try: return str(load_trainer_state(folder).step)
     except (OSError, TrainerStateError): return 'not committed'
@@ -96,7 +96,8 @@ def _checkpoints(folder: Path) -> Iterator[Table]:
     newest = latest_committed(folder)
     last = f'the newest is {newest.name}' if newest else 'none is committed'
     rows.sort(key=lambda row: (len(row[1]), row[1], row[0]))
-    if rows: yield Table(folder.resolve().name, [('checkpoint', 'step', 'bytes'), *rows], last)
+    name, head = folder.resolve().name, ('checkpoint', 'step', 'bytes')
+    if rows: yield Table(name, [head, *rows], last)
 
 def _folder(folder: Path) -> Iterator[Table]:
     "A checkpoint, or a directory of them."
