@@ -6,7 +6,7 @@
 __all__ = ['SKIPPED', 'MOST', 'LEFT', 'children', 'walk', 'ParamView', 'Entries', 'Views', 'Files', 'show_text', 'show_html',
            'ParamRegistry', 'save', 'load']
 
-# %% ../nbs/09_param_registry.ipynb #b1094256
+# %% ../nbs/09_param_registry.ipynb #bf60a159
 import dataclasses
 import os
 import types
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .errors import (CheckpointDuplicateNameError, CheckpointInvalidNameError,
-                           DTypeError, NonContiguousParamError)
+                           DTypeError)
 from .exec import ExecContext
 from .ops.named import Named
 from .safetensors import File, write_atomic
@@ -100,7 +100,7 @@ class ParamView:
         "The memory of the tensor as uint8, writable, flat."
         return self.tensor.value.reshape(-1).view(np.uint8)
 
-# %% ../nbs/09_param_registry.ipynb #58c2d13c
+# %% ../nbs/09_param_registry.ipynb #42494a42
 def _checked_name(name, known):
     if not isinstance(name, str):
         raise TypeError(f'a name is a str, got {type(name).__name__}')
@@ -112,6 +112,7 @@ def _checked_name(name, known):
                                          'none of them 0')
     if name in known: raise CheckpointDuplicateNameError(f'{shown} is registered already')
 
+# %% ../nbs/09_param_registry.ipynb #c190f762
 class Entries:
     "Names and tensors."
 
@@ -130,9 +131,6 @@ class Entries:
         if tensor.dtype not in ('f32', 'f16', 'bf16', 'i64'):
             raise DTypeError(f'{name!r}: {tensor._describe()}')
         _checked_name(name, self._entries)
-        if not tensor.is_contiguous:
-            raise NonContiguousParamError(
-                f'{name!r} is a strided view: {tensor._describe()}')
         self._memory[name] = NamedTensorMut.around(name, tensor)
         self._entries[name] = tensor
 

@@ -225,7 +225,7 @@ def write_all(writer: Any, parts: Iterable[bytes | memoryview]) -> None:
             part = part[taken:]
             taken = writer.write(part)
 
-# %% ../nbs/07_safetensors.ipynb #d9fd1ec8
+# %% ../nbs/07_safetensors.ipynb #13760a25
 def strict_json(
     text: str,
 ) -> Any:  # `-0` is a float, so it is no size
@@ -244,6 +244,7 @@ def _keys(found: Any) -> int:
     if type(found) is not dict: return -1
     return len(found) + sum([len(v) for v in found.values() if type(v) is dict])
 
+# %% ../nbs/07_safetensors.ipynb #e7f110a4
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) == len(pairs): return found

@@ -83,7 +83,7 @@ def _state(folder: Path) -> Iterator[Table]:
     title = f'{TRAINER_STATE_FILE}: version {state.version}'
     yield Table(title, [('name', 'value'), *rows], 'the checkpoint is committed')
 
-# %% ../../nbs/20c_inspect.ipynb #780b3dfc
+# %% ../../nbs/20c_inspect.ipynb #58c1a35e
 def _step(folder: Path) -> str:
     try: return str(load_trainer_state(folder).step)
     except (OSError, TrainerStateError): return 'not committed'
@@ -99,6 +99,7 @@ def _checkpoints(folder: Path) -> Iterator[Table]:
     name, head = folder.resolve().name, ('checkpoint', 'step', 'bytes')
     if rows: yield Table(name, [head, *rows], last)
 
+# %% ../../nbs/20c_inspect.ipynb #6497c603
 def _folder(folder: Path) -> Iterator[Table]:
     "A checkpoint, or a directory of them."
     below = list(_checkpoints(folder))
