@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def page(name):
     "`02_rng.ipynb` -> `rng.ipynb`: the page is called like the module."
-    return re.sub(r'^\d\d[a-z]?_', '', name)
+    return re.sub(r'^\d\d[a-z]*_', '', name)
 
 
 class Document(exec_show_docs):
