@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TILE', 'A', 'B', 'C', 'TOGETHER', 'orthogonalise', 'newton_schulz5', 'MuonScale', 'MuonConfig', 'MuonSlot', 'batches',
-           'Batch', 'Matrices', 'Muon']
+           'Batch', 'Sorting', 'Together', 'Muon']
 
 # %% ../../nbs/11d_muon.ipynb #1945952a
 import math
@@ -46,7 +46,7 @@ def _norm(x, scratch):
         x = flipped
     return math.sqrt(sum_squares(x))
 
-# %% ../../nbs/11d_muon.ipynb #9b5478a4
+# %% ../../nbs/11d_muon.ipynb #1fdef574
 A, B, C = f32(3.4445), f32(-4.7750), f32(2.0315)
 
 @kernel
@@ -58,6 +58,7 @@ def _add(x, p, y, q):
     x, y = x.reshape(-1), y.reshape(-1)
     parallel_for(x.size, lambda i, j: _blend(x[i:j], p, y[i:j], q))
 
+# %% ../../nbs/11d_muon.ipynb #702ea436
 def orthogonalise(
     x: np.ndarray,  # (rows, cols), float32, C-contiguous; overwritten
     steps: int,  # iterations
@@ -196,9 +197,9 @@ class Batch(Slots):
         self.each(_move, c.lr, c.weight_decay, match, u, self._starts, self._shapes)
         self.moved()
 
-# %% ../../nbs/11d_muon.ipynb #add479ca
-class Matrices(Routed):
-    "Matrices in batches; the rest in an optimizer inside."
+# %% ../../nbs/11d_muon.ipynb #9763d363
+class Sorting(Routed):
+    "Matrices in one list, the rest in an AdamW inside."
 
     config_type = MuonConfig
     _paths = 'muon', 'fallback'
@@ -217,22 +218,9 @@ class Matrices(Routed):
     def _join_fallback(self, param: Param) -> None:
         self.fallback.slots.append(self.fallback._slot(param))
 
-    def _update_matrices(self):
-        if sum(map(len, self._batches)) < len(self.slots): self._batches = batches(self.slots)
-        u = empty(thread_state(), (max([b.size for b in self._batches], default=0),))
-        for batch in self._batches: batch.update(self.config, u)
-
-# %% ../../nbs/11d_muon.ipynb #209a77eb
-class Muon(Matrices):
-    "Muon (Jordan 2024) for matrices, AdamW for the rest."
-
-    layout = Layout('Muon', (b'FZM3', b'FZM4', b'FZM5'), (Records(('momentum',), ()),),
-                    (('scale', 'u1'), ('nesterov', 'u1'), ('ns_steps', '<u4')),
-                    paths=('muon',), fallback=True)
-
-    def _update(self) -> None:
-        with exec_scope(): self._update_matrices()
-        self.fallback._update()
+# %% ../../nbs/11d_muon.ipynb #348cef29
+class Together(Sorting):
+    "What both lists answer as one."
 
     def grad_squared_norm(self) -> np.float64:
         "Sum of the squares of all gradients in float64, those of the fallback first."
@@ -252,3 +240,21 @@ class Muon(Matrices):
         title, rows, total = super()._shown()
         live = repr(self.fallback.config)
         return title.replace(repr(self.config.fallback), live), rows, total
+
+# %% ../../nbs/11d_muon.ipynb #a1bb409a
+class Muon(Together):
+    "Muon (Jordan 2024) for matrices, AdamW for the rest."
+
+    layout = Layout('Muon', (b'FZM3', b'FZM4', b'FZM5'), (Records(('momentum',), ()),),
+                    (('scale', 'u1'), ('nesterov', 'u1'), ('ns_steps', '<u4')),
+                    paths=('muon',), fallback=True)
+
+    def _update_matrices(self):
+        if sum(map(len, self._batches)) < len(self.slots):
+            self._batches = batches(self.slots)
+        u = empty(thread_state(), (max([b.size for b in self._batches], default=0),))
+        for batch in self._batches: batch.update(self.config, u)
+
+    def _update(self) -> None:
+        with exec_scope(): self._update_matrices()
+        self.fallback._update()
