@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['MODEL_STATE_FILE', 'ADAPTERS_STATE_FILE', 'OPTIMIZER_STATE_FILE', 'TRAINER_STATE_FILE', 'Folder', 'write_file_atomic',
-           'TrainerState', 'format_trainer_state', 'parse_trainer_state', 'path_join', 'begin_save',
+           'RunState', 'TrainerState', 'format_trainer_state', 'parse_trainer_state', 'path_join', 'begin_save',
            'save_trainer_state', 'load_trainer_state', 'save_checkpoint', 'load_checkpoint', 'latest_committed',
            'rotate_checkpoints']
 
-# %% ../nbs/10_training_checkpoint.ipynb #365cad6b
+# %% ../nbs/10_training_checkpoint.ipynb #cd2ad903
 import errno
 import os
 import re
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from decimal import Decimal
+from itertools import chain, count
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
@@ -31,9 +32,9 @@ from .safetensors import (LIMIT, File, make_directory, shown, strict_json,
 # %% ../nbs/10_training_checkpoint.ipynb #fa1f3211
 from .errors import TrainerStateError  # noqa: F401  `except TrainerStateError`
 
-# %% ../nbs/10_training_checkpoint.ipynb #b6c13a9c
+# %% ../nbs/10_training_checkpoint.ipynb #cf90de1e
 @dataclass(frozen=True)
-class TrainerState:
+class RunState:
     "Where a run stands; what is None is not written."
     version: int = 1
     step: int = 0
@@ -46,6 +47,11 @@ class TrainerState:
     data_seed: int | None = None  # these three together: the place in the data
     data_epoch: int | None = None
     data_index: int | None = None
+
+# %% ../nbs/10_training_checkpoint.ipynb #40859071
+@dataclass(frozen=True)
+class TrainerState(RunState):
+    "The same, with what evolution strategies add."
     es_sigma: float | None = None
     es_alpha: float | None = None
     es_population: int | None = None
@@ -244,7 +250,7 @@ def load_checkpoint(
     take_over()
     return state
 
-# %% ../nbs/10_training_checkpoint.ipynb #2abfd574
+# %% ../nbs/10_training_checkpoint.ipynb #af2b1a27
 CHILD = re.compile('checkpoint-(?:step|iter)-([0-9]+)')
 
 def _committed(path: Folder) -> int | None:
@@ -253,10 +259,16 @@ def _committed(path: Folder) -> int | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError): return None
     except TrainerStateError: return None
 
+def _child(path: Path) -> int | None:
+    "The same of a child, which may be anything: what cannot be read does not count."
+    with suppress(OSError): return _committed(path)
+    return None
+
 def _children(root: Path) -> Iterator[tuple[int, int, Path]]:
     "Step, number and path of every checkpoint below a directory."
     for path in root.iterdir() if root.is_dir() else ():
-        number, step = CHILD.fullmatch(path.name), _committed(path)
+        number = CHILD.fullmatch(path.name)
+        step = _child(path) if number else None
         if number and step is not None: yield step, int(number[1]), path
 
 # %% ../nbs/10_training_checkpoint.ipynb #44ea321c
@@ -270,7 +282,21 @@ def latest_committed(
     if step is not None: found.append((step, 1, 0, root))
     return max(found)[-1] if found else None
 
-# %% ../nbs/10_training_checkpoint.ipynb #2bc250e2
+# %% ../nbs/10_training_checkpoint.ipynb #0af6b841
+TRASH = re.compile(r'\.trash-checkpoint-(?:step|iter)-[0-9]+(?:\.[0-9]+)?')
+
+def _left_over(root: Path) -> Iterator[Path]:
+    "Directories that an earlier rotation did not get to delete."
+    for path in root.glob('.trash-*'):
+        if TRASH.fullmatch(path.name) and path.is_dir() and not path.is_symlink(): yield path
+
+def _to_trash(path: Path) -> Path:
+    "Rename a directory to a name that is free and no checkpoint's."
+    name = path.with_name(f'.trash-{path.name}')
+    more = (name.with_name(f'{name.name}.{k}') for k in count())
+    return path.rename(next(p for p in chain([name], more) if not os.path.lexists(p)))
+
+# %% ../nbs/10_training_checkpoint.ipynb #57f8851a
 def rotate_checkpoints(
     root: Folder,  # a directory of checkpoints
     keep: int,  # how many, at least 1
@@ -280,10 +306,9 @@ def rotate_checkpoints(
     "Remove the oldest checkpoints below a directory, and nothing else."
     if index(keep) < 1: raise InvalidConfigError(f'need to keep at least 1, got {keep}')
     root = Path(os.fsdecode(root))
-    for rubbish in root.glob('.trash-*'):
-        if CHILD.fullmatch(rubbish.name[7:]): shutil.rmtree(rubbish)
+    for path in list(_left_over(root)): shutil.rmtree(path)
     removed = [p for *_, p in sorted(_children(root))[:-keep] if not p.is_symlink()]
-    rubbish = [path.rename(root / f'.trash-{path.name}') for path in removed]
+    rubbish = [_to_trash(path) for path in removed]
     if durable and rubbish: sync_directory(str(root))
     for path in rubbish: shutil.rmtree(path)
     return removed

@@ -448,6 +448,22 @@ def test_a_load_changes_all_or_nothing(tmp_path, damage, of_a_set):
     assert state_of(other, other_opt) == before
 
 
+def test_a_wrapped_optimizer_loads_all_or_nothing(tmp_path):
+    if not hasattr(optim.AnyOptimizer, 'stage_state'): pytest.skip('no stage_state yet')
+    params, _, opt = trained(2.0)
+    save_checkpoint(tmp_path, params, optim.any_optimizer(opt), TrainerState(step=4))
+    other, _, other_opt = trained(5.0)
+    before, wrapped = state_of(other, other_opt), optim.any_optimizer(other_opt)
+    path = tmp_path / OPTIMIZER_STATE_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(errors.FucinaError): load_checkpoint(tmp_path, other, wrapped)
+    assert state_of(other, other_opt) == before
+    path.write_bytes(whole)
+    assert load_checkpoint(tmp_path, other, wrapped).step == 4
+    assert state_of(other, other_opt) == state_of(params, opt)
+
+
 class Foreign:
     "All that an optimizer needs for a checkpoint."
     def __init__(self, memory=b''): self.memory = memory
@@ -651,3 +667,35 @@ def test_rotation_leaves_links_alone(tmp_path):
     commit(root / 'checkpoint-step-5', 5)
     (root / 'checkpoint-step-1').symlink_to(elsewhere)
     assert rotate_checkpoints(root, 1) == [] and (elsewhere / TRAINER_STATE_FILE).exists()
+
+
+def test_odd_children_do_not_matter(tmp_path, monkeypatch):
+    made = [commit(tmp_path / f'checkpoint-step-{n}', n) for n in (1, 2, 3)]
+    closed, locked = commit(tmp_path / 'checkpoint-step-9', 9), commit(tmp_path / 'private', 10)
+    real, asked = training_checkpoint.load_trainer_state, []
+    def load(path):
+        asked.append(path.name)
+        if path in (closed, locked): raise PermissionError(13, 'injected', str(path))
+        return real(path)
+    monkeypatch.setattr(training_checkpoint, 'load_trainer_state', load)
+    assert latest_committed(tmp_path) == made[2] and 'private' not in asked
+    assert rotate_checkpoints(tmp_path, 2) == made[:1] and 'private' not in asked
+    assert closed.exists() and locked.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, 'symlink') or sys.platform == 'win32', reason='no links')
+def test_children_that_are_loops(tmp_path):
+    made = commit(tmp_path / 'checkpoint-step-1', 1)
+    for name in ('loop', 'checkpoint-step-7', '.trash-checkpoint-step-7'):
+        (tmp_path / name).symlink_to(tmp_path / name)
+    assert latest_committed(tmp_path) == made and rotate_checkpoints(tmp_path, 1) == []
+    assert len(names(tmp_path)) == 4
+
+
+def test_files_with_the_name_of_rubbish_stay(tmp_path):
+    made = [commit(tmp_path / f'checkpoint-step-{n}', n) for n in (1, 2)]
+    for name in ('.trash-checkpoint-step-1', '.trash-checkpoint-step-1.0', '.trash-notes'):
+        (tmp_path / name).write_text('mine')
+    commit(tmp_path / '.trash-checkpoint-step-1.1', 1)
+    before = {*names(tmp_path)} - {'checkpoint-step-1', '.trash-checkpoint-step-1.1'}
+    assert rotate_checkpoints(tmp_path, 1) == made[:1] and {*names(tmp_path)} == before
