@@ -137,7 +137,7 @@ else:
 
     elements: Any = intrinsic(_elements)
 
-# %% ../../nbs/11_param.ipynb #06f6f30a
+# %% ../../nbs/11_param.ipynb #f42b97dc
 VALUE, GRAD, STEP, BUFFERS = range(4)  # columns of a row; buffers come last
 
 def work_grid(
@@ -145,7 +145,8 @@ def work_grid(
 ) -> tuple[np.ndarray, list[int]]:  # pieces: slot, start, length; where portions end
     "Cut parameters into pieces and the pieces into portions of similar size."
     pieces, ends, load = [], [0], 0
-    portion = max(2 * CHUNK, sum(sizes) // 32)
+    total = sum(sizes)
+    portion = max(2 * CHUNK, min(total // 8, 4 * CHUNK), total // 64)
     for slot, size in enumerate(sizes):
         for start in range(0, size, CHUNK):
             n = min(CHUNK, size - start)
@@ -252,7 +253,7 @@ def _scale(rows, pieces, factor, first, end):
             g = elements(rows[piece[0], GRAD], piece[1], piece[2], f32(0))
             for i in range(g.size): g[i] = g[i] * factor
 
-# %% ../../nbs/11_param.ipynb #d7d0ff6b
+# %% ../../nbs/11_param.ipynb #9ed0d578
 class Loops(Table):
     "Slots with loops over their memory."
 
@@ -261,7 +262,8 @@ class Loops(Table):
         ends, least = self._ends, LEAST * (4 if light else 1)
         if self._total < least or num_workers() == 1:
             return call(0, len(self._pieces), True)
-        parallel_for(len(ends) - 1, lambda a, b: call(ends[a], ends[b], False), 1, 0)
+        parallel_for(len(ends) - 1, lambda a, b: call(ends[a], ends[b], False),
+                     2 if light else 1, 0)
         return call(0, 0, True)
 
     def each(self,
