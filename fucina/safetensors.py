@@ -8,7 +8,7 @@ __all__ = ['fcntl', 'LIMIT', 'MAX_HEADER_SIZE', 'Metadata', 'T', 'DType', 'dtype
            'TensorInfo', 'read_exact', 'Opened', 'Tensors', 'Buffer', 'File', 'read_prefix', 'sync_file',
            'sync_directory', 'make_directory', 'write_atomic', 'save_file_atomic', 'is_index_path', 'Sharded']
 
-# %% ../nbs/07_safetensors.ipynb #91119df4
+# %% ../nbs/07_safetensors.ipynb #300fbbf0
 import errno
 import gc
 import io
@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
+from itertools import repeat
 from operator import index
 from reprlib import Repr
 from typing import Any, NamedTuple, TypeVar
@@ -62,7 +63,7 @@ class DType(Enum):
             if dtype.string == value: return dtype
         raise UnsupportedDtypeTagError(f'{shown(value)} is no dtype of the format')
 
-# %% ../nbs/07_safetensors.ipynb #7cf6c55e
+# %% ../nbs/07_safetensors.ipynb #531b4eb2
 _TAGS = {dtype.string: dtype for dtype in DType}
 FROM_FUCINA = {'f32': DType.F32, 'f16': DType.F16, 'bf16': DType.BF16, 'i64': DType.I64,
                'f8_e4m3': DType.F8_E4M3, 'f8_e5m2': DType.F8_E5M2}
@@ -70,6 +71,11 @@ TO_FUCINA = {dtype: name for name, dtype in FROM_FUCINA.items()}
 _brief = Repr()
 _brief.maxstring, _brief.maxlist = 160, 16
 shown = _brief.repr  # a name may have millions of letters, a message should not
+
+def printable(text: str) -> str:
+    "The text with everything that a terminal would obey written as an escape."
+    if text.isprintable(): return text
+    return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 # %% ../nbs/07_safetensors.ipynb #9a946f91
 def dtype_from_fucina(
@@ -105,7 +111,7 @@ def byte_length(
                                    f'{dtype.string} {shown(list(shape))}')
     return n // 8
 
-# %% ../nbs/07_safetensors.ipynb #222b9063
+# %% ../nbs/07_safetensors.ipynb #1fc37295
 class TensorEntry(NamedTuple):
     "A tensor to be written."
     name: str
@@ -113,6 +119,7 @@ class TensorEntry(NamedTuple):
     shape: Sequence[int]
     data: Any  # a contiguous buffer: bytes, or an array of little-endian numbers
 
+# %% ../nbs/07_safetensors.ipynb #ecb0ef67
 def payload(
     data: Any,  # a buffer
     name: str = 'data',  # for messages
@@ -144,7 +151,7 @@ def _check_name(name: Any) -> None:
     if not name or not is_text(name) or name == '__metadata__':
         raise InvalidTensorNameError(f'{shown(name)} cannot be the name of a tensor')
 
-# %% ../nbs/07_safetensors.ipynb #250fc2ab
+# %% ../nbs/07_safetensors.ipynb #c814db30
 Checked = tuple[int, str, DType, list[int], memoryview]  # minus order, name, …, bytes
 
 def _check_entry(t: Any, dtype: DType) -> Checked:
@@ -158,10 +165,14 @@ def _check_entry(t: Any, dtype: DType) -> Checked:
                                      f'{size} bytes; {data.nbytes} were given')
     return -dtype.order, t.name, dtype, shape, data
 
+def _place(row: tuple[DType, Any]) -> tuple[int, str]:
+    dtype, t = row
+    return -dtype.order, t.name if isinstance(t.name, str) else ''
+
 def _check_entries(tensors: Iterable[Any]) -> list[Checked]:
     "The entries, in the order of the file."
     rows, checked = [(DType(t.dtype), t) for t in tensors], {}
-    for dtype, t in sorted(rows, key=lambda row: (-row[0].order, row[1].name)):
+    for dtype, t in sorted(rows, key=_place):
         row = _check_entry(t, dtype)
         if t.name in checked:
             raise DuplicateTensorNameError(f'two tensors are called {shown(t.name)}')
@@ -393,7 +404,7 @@ class TensorInfo(NamedTuple):
         "A copy of a part."
         return _cut(self, _bounds(self, ranges))
 
-# %% ../nbs/07_safetensors.ipynb #27f13ad1
+# %% ../nbs/07_safetensors.ipynb #4ba1deb5
 def read_exact(
     reader: Any,  # has readinto(buffer) or read(n)
     n: int,  # bytes; may be far more than there are
@@ -410,6 +421,7 @@ def read_exact(
         done += got
     return room.data
 
+# %% ../nbs/07_safetensors.ipynb #05a341dc
 def _size_on_disk(reader: Any) -> int:
     try: return os.fstat(reader.fileno()).st_size
     except (AttributeError, OSError): return 0
@@ -444,11 +456,12 @@ class Opened:
         state = 'closed' if self._held is None else f'{len(self._held)} tensors'
         return f'{type(self).__name__}({state})'
 
-# %% ../nbs/07_safetensors.ipynb #97733334
+# %% ../nbs/07_safetensors.ipynb #9e2ff0b9
 class Tensors(Opened):
     "Questions to a file."
 
     def _info(self, held: Any) -> TensorInfo: return held
+    def _rows(self) -> Iterator[tuple[Row, memoryview]]: raise NotImplementedError
     def tensor_names(self) -> list[str]: return list(self._open())
     def names(self) -> list[str]: return list(self._open())
     def is_empty(self) -> bool: return not self._open()
@@ -485,13 +498,16 @@ def _parse(buffer: Any) -> Parsed:
                                             'belong to no tensor')
     return rows, metadata, raw[start:]
 
-# %% ../nbs/07_safetensors.ipynb #332b642f
+# %% ../nbs/07_safetensors.ipynb #f66e8fce
 class Buffer(Tensors):
     "A file in memory."
 
     def __init__(self, rows: list[Row], metadata: dict[str, str], data: memoryview):
         super().__init__({row[2]: row for row in rows})
         self.metadata, self.data = metadata, data.toreadonly()
+
+    def _rows(self) -> Iterator[tuple[Row, memoryview]]:
+        return zip(self._open().values(), repeat(self.data))
 
     def _info(self, held: Row) -> TensorInfo:
         begin, end, name, dtype, shape = held
@@ -523,15 +539,19 @@ class File(Buffer):
             if not _size_on_disk(f): return cls.parse(b'')  # no system maps nothing
             return cls.parse(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
 
-# %% ../nbs/07_safetensors.ipynb #20bb494c
+# %% ../nbs/07_safetensors.ipynb #0d4a5c09
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    "Errors of the package get a path in front."
+    try: yield
+    except FucinaError as e: raise type(e)(f'{os.fsdecode(path)}: {e}') from e
+
 @contextmanager
 def _opened(path: Any) -> Iterator[Any]:
     "The file, and its name in front of every complaint."
     if os.path.isdir(path):  # Windows would speak of permissions
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    with open(path, 'rb', buffering=0) as f:
-        try: yield f
-        except FucinaError as e: raise type(e)(f'{os.fspath(path)}: {e}') from None
+    with open(path, 'rb', buffering=0) as f, naming(path): yield f
 
 # %% ../nbs/07_safetensors.ipynb #66bd7bfa
 def read_prefix(
@@ -569,7 +589,7 @@ def make_directory(path: str, *, durable: bool = True) -> None:
         if not os.path.isdir(path): raise
     if durable: sync_directory(above)
 
-# %% ../nbs/07_safetensors.ipynb #7eba05f8
+# %% ../nbs/07_safetensors.ipynb #6e518414
 class _Descriptor(io.RawIOBase):
     "A file that is written through `os.write`."
 
@@ -592,17 +612,18 @@ def _beside(folder: str, leaf: str) -> tuple[int, str]:
 def _replace(temporary: str, path: Any) -> None:
     try: os.replace(temporary, path)
     except PermissionError as e:
+        if os.name != 'nt': raise
         raise PermissionError(e.errno, f'{e.strerror}; Windows does not replace a file '
                               'that is open or mapped', os.fspath(path)) from e
 
-# %% ../nbs/07_safetensors.ipynb #98e04cc3
+# %% ../nbs/07_safetensors.ipynb #f3342c14
 def write_atomic(
     path: str | os.PathLike[str],  # parents are made
     write: Callable[[Any], Any],  # writes the contents to a binary stream
     *,
     durable: bool = True,  # wait for the disk
 ) -> None:
-    "Make or replace a file as a whole; after an error the old one is still there."
+    "Make or replace a file as a whole; after an error it is the old one or all new."
     folder, leaf = os.path.split(os.fsdecode(path))
     make_directory(folder or os.curdir, durable=durable)
     fd, temporary = _beside(folder, leaf)
@@ -634,7 +655,7 @@ def is_index_path(path: str | os.PathLike[str]) -> bool:
     "Whether a path ends like the index of a split model."
     return os.fsdecode(path).endswith('.safetensors.index.json')
 
-# %% ../nbs/07_safetensors.ipynb #11a750de
+# %% ../nbs/07_safetensors.ipynb #f9087b81
 def _read_index(path: Any) -> tuple[dict[str, str], int | None]:
     "File of each tensor, and total size."
     with _opened(path) as f:
@@ -652,7 +673,8 @@ def _read_index(path: Any) -> tuple[dict[str, str], int | None]:
     return files, total if type(total) is int and total >= 0 else None
 
 def _is_leaf(leaf: Any) -> bool:
-    return (isinstance(leaf, str) and leaf != '' and os.path.basename(leaf) == leaf
+    return (isinstance(leaf, str) and leaf not in ('', '.')
+            and os.path.basename(leaf) == leaf
             and not any(part in leaf for part in ('/', '\\', '..', '\0')))
 
 # %% ../nbs/07_safetensors.ipynb #d37ef9f9
@@ -672,7 +694,7 @@ def _open_files(
                                     f'{shown(name)} in {leaf}')
     return files, tensors, total_size
 
-# %% ../nbs/07_safetensors.ipynb #930e0f21
+# %% ../nbs/07_safetensors.ipynb #4ad206db
 class Sharded(Tensors):
     "A model in several files, found through its index."
 
@@ -689,6 +711,9 @@ class Sharded(Tensors):
     def load_mmap(cls, index_path: str | os.PathLike[str]) -> 'Sharded':
         "Map all files of a model."
         return cls(index_path, File.load_mmap)
+
+    def _rows(self) -> Iterator[tuple[Row, memoryview]]:
+        for t in self.tensors: yield (0, len(t.data), t.name, t.dtype, t.shape), t.data
 
     def close(self) -> None:
         "Let go of the memory of all files."

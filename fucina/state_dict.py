@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# %% ../nbs/08_state_dict.ipynb #bcc67eeb
+# %% ../nbs/08_state_dict.ipynb #7cc58995
 from .autograd import Leaf
 from .dtypes import DTYPES
 from .errors import (CheckpointDtypeMismatchError, CheckpointDuplicateNameError,
@@ -26,9 +26,9 @@ from .errors import (CheckpointDtypeMismatchError, CheckpointDuplicateNameError,
                            CheckpointUnsupportedDtypeError, InvalidShapeError,
                            NonContiguousParamError, ReadOnlyDataError, UnsupportedViewError)
 from .ops.named import MAX_TAGS, Named, check_dtype
-from .safetensors import (FROM_FUCINA, LIMIT, Checked, DType, File, Row,
-                                frame, is_text, no_collection, payload, read_prefix, shown,
-                                write_all)
+from .safetensors import (FROM_FUCINA, LIMIT, TO_FUCINA, Checked, DType, Row,
+                                Tensors, frame, is_text, no_collection, payload,
+                                read_prefix, shown, write_all)
 
 # %% ../nbs/08_state_dict.ipynb #651983a7
 from .errors import StateDictError  # noqa: F401  `except state_dict.StateDictError`
@@ -104,7 +104,7 @@ def _swapped(data: memoryview, dtype: DType) -> memoryview:
     if not _BIG: return data
     return np.frombuffer(data, f'u{dtype.bitsize // 8}').byteswap().view(np.uint8).data
 
-# %% ../nbs/08_state_dict.ipynb #58000b86
+# %% ../nbs/08_state_dict.ipynb #4b4dd207
 def _checked(e: Any) -> Checked:
     if not e.name or e.name == '__metadata__' or not is_text(e.name) or '\0' in e.name:
         raise CheckpointInvalidNameError(f'{shown(e.name)} cannot be the name of an entry')
@@ -112,8 +112,8 @@ def _checked(e: Any) -> Checked:
     n = math.prod(sizes)
     if not 1 <= len(sizes) <= MAX_TAGS or min(sizes) < 1 or n > LIMIT:
         raise InvalidShapeError(f'{shown(e.name)} cannot have shape {shown(sizes)}')
-    if e.dtype not in DTYPES:
-        raise CheckpointUnsupportedDtypeError(f'{shown(e.name)} is {e.dtype}, '
+    if e.dtype not in [*DTYPES]:
+        raise CheckpointUnsupportedDtypeError(f'{shown(e.name)} is {shown(e.dtype)}, '
                                               f'none of {[*DTYPES]}')
     dtype, data = FROM_FUCINA[e.dtype], _flat(e)
     length = n * dtype.bitsize // 8
@@ -155,11 +155,11 @@ def _new_names(aliases: Any) -> dict[str, str]:
         names.setdefault(old, new)
     return names
 
-# %% ../nbs/08_state_dict.ipynb #d4d2f8a6
+# %% ../nbs/08_state_dict.ipynb #ce0331f2
 def _window(e: Any, row: Row) -> memoryview:
     "The memory of an entry, to be filled with a tensor of the file."
     begin, end, _, dtype, shape = row
-    if FROM_FUCINA.get(e.dtype) is not dtype:
+    if TO_FUCINA.get(dtype, '') != e.dtype:
         raise CheckpointDtypeMismatchError(f'{shown(e.name)} is {e.dtype}, '
                                            f'in the file {dtype.string}')
     if shape != tuple(e.shape):
@@ -172,13 +172,14 @@ def _window(e: Any, row: Row) -> memoryview:
     if window.readonly: raise ReadOnlyDataError(f'{shown(e.name)} is read-only')
     return window
 
-# %% ../nbs/08_state_dict.ipynb #76287926
+# %% ../nbs/08_state_dict.ipynb #73a14228
 Filled = tuple[Any, memoryview, memoryview]  # entry, its memory, what goes there
 
-def _match(file: File, wanted: dict[str, Any], strict: bool, names: Any) -> list[Filled]:
+def _match(file: Tensors, wanted: dict[str, Any], strict: bool, names: Any) -> list[Filled]:
     "The first pass."
-    missing, found, data = dict(wanted), [], file.data
-    for old, row in file._open().items():
+    missing, found = dict(wanted), []
+    for row, data in file._rows():
+        old = row[2]
         name = names.get(old, old)
         e = missing.pop(name, None)
         if e is not None:
@@ -203,10 +204,10 @@ def _fill(found: list[Filled]) -> None:
     windows, sources = [row[1] for row in found], [row[2] for row in found]
     deque(map(copy, windows, repeat(slice(None)), sources), maxlen=0)
 
-# %% ../nbs/08_state_dict.ipynb #53858203
+# %% ../nbs/08_state_dict.ipynb #6c7ff82d
 @no_collection()
 def load_state_dict(
-    reader: Any,  # a binary stream, left right behind the file; or a `File`
+    reader: Any,  # a binary stream, left right behind the file; or a `File`, or `Sharded`
     entries: Iterable[NamedTensorMut],
     options: LoadOptions = LoadOptions(),
     *,
@@ -219,6 +220,6 @@ def load_state_dict(
         if e.name in wanted:
             raise CheckpointDuplicateNameError(f'two entries are called {shown(e.name)}')
         wanted[e.name] = e
-    file = reader if isinstance(reader, File) else read_prefix(reader)
+    file = reader if isinstance(reader, Tensors) else read_prefix(reader)
     names = _new_names(options.aliases if aliases is None else aliases)
     _fill(_match(file, wanted, options.strict if strict is None else strict, names))

@@ -8,7 +8,7 @@ __all__ = ['MODEL_STATE_FILE', 'ADAPTERS_STATE_FILE', 'OPTIMIZER_STATE_FILE', 'T
            'save_trainer_state', 'load_trainer_state', 'save_checkpoint', 'load_checkpoint', 'latest_committed',
            'rotate_checkpoints']
 
-# %% ../nbs/10_training_checkpoint.ipynb #cd2ad903
+# %% ../nbs/10_training_checkpoint.ipynb #95108f2e
 import errno
 import os
 import re
@@ -26,7 +26,7 @@ from typing import Any
 from .errors import (InvalidConfigError, InvalidTrainerStateError,
                            UnsupportedTrainerStateVersionError)
 from .param_registry import _registry
-from .safetensors import (LIMIT, File, make_directory, shown, strict_json,
+from .safetensors import (LIMIT, File, make_directory, naming, shown, strict_json,
                                 sync_directory, write_all, write_atomic)
 
 # %% ../nbs/10_training_checkpoint.ipynb #fa1f3211
@@ -161,7 +161,7 @@ def begin_save(
     with suppress(FileNotFoundError): os.unlink(path_join(dir_path, TRAINER_STATE_FILE))
     if durable: sync_directory(os.fsdecode(dir_path))
 
-# %% ../nbs/10_training_checkpoint.ipynb #27db08bb
+# %% ../nbs/10_training_checkpoint.ipynb #ccb3eda2
 write_file_atomic = write_atomic
 
 def save_trainer_state(
@@ -179,10 +179,9 @@ def load_trainer_state(dir_path: Folder) -> TrainerState:
     "The state of a checkpoint; FileNotFoundError if there is no committed one."
     path = path_join(dir_path, TRAINER_STATE_FILE)
     try:
-        with open(path, 'rb') as file: return parse_trainer_state(file.read())
+        with open(path, 'rb') as file, naming(path): return parse_trainer_state(file.read())
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, 'no committed checkpoint', path) from None
-    except TrainerStateError as e: raise type(e)(f'{path}: {e}') from None
 
 # %% ../nbs/10_training_checkpoint.ipynb #61b5f893
 class _Pieces:
@@ -224,14 +223,14 @@ def save_checkpoint(
         write_file_atomic(optimizer_path, optimizer.save_state, durable=durable)
     save_trainer_state(dir_path, state, durable=durable)
 
-# %% ../nbs/10_training_checkpoint.ipynb #c93eb705
+# %% ../nbs/10_training_checkpoint.ipynb #5eda01ef
 def _staged(optimizer: Any, path: str) -> Callable[[], Any]:
     "Read the state of an optimizer; what is returned takes it over."
     def load():
-        with open(path, 'rb') as file: optimizer.load_state(file)
+        with open(path, 'rb') as file, naming(path): optimizer.load_state(file)
     if optimizer is None: return lambda: None
     if not hasattr(optimizer, 'stage_state'): return load
-    with open(path, 'rb') as file: return optimizer.stage_state(file)
+    with open(path, 'rb') as file, naming(path): return optimizer.stage_state(file)
 
 def load_checkpoint(
     dir_path: Folder,
@@ -245,7 +244,8 @@ def load_checkpoint(
     "Read a committed checkpoint into tensors and optimizer."
     state, registry = load_trainer_state(dir_path), _registry(model)
     take_over = _staged(optimizer, path_join(dir_path, OPTIMIZER_STATE_FILE))
-    with File.load_mmap(path_join(dir_path, tensor_file)) as tensors:
+    path = path_join(dir_path, tensor_file)
+    with File.load_mmap(path) as tensors, naming(path):
         registry.load_state_dict(tensors, strict=strict, aliases=aliases)
     take_over()
     return state
@@ -282,13 +282,14 @@ def latest_committed(
     if step is not None: found.append((step, 1, 0, root))
     return max(found)[-1] if found else None
 
-# %% ../nbs/10_training_checkpoint.ipynb #0af6b841
+# %% ../nbs/10_training_checkpoint.ipynb #14346e78
 TRASH = re.compile(r'\.trash-checkpoint-(?:step|iter)-[0-9]+(?:\.[0-9]+)?')
 
 def _left_over(root: Path) -> Iterator[Path]:
     "Directories that an earlier rotation did not get to delete."
     for path in root.glob('.trash-*'):
-        if TRASH.fullmatch(path.name) and path.is_dir() and not path.is_symlink(): yield path
+        real = path.is_dir() and not path.is_symlink()
+        if real and TRASH.fullmatch(path.name): yield path
 
 def _to_trash(path: Path) -> Path:
     "Rename a directory to a name that is free and no checkpoint's."

@@ -140,3 +140,30 @@ def test_a_future_state(tmp_path, capsys):
     path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
     assert 'UnsupportedTrainerStateVersionError' in told(capsys, folder)[2]
     assert 'not committed' in told(capsys, tmp_path)[1]
+
+
+def test_nothing_in_a_file_steers_the_terminal(tmp_path, capsys):
+    path, evil = tmp_path / 'x.safetensors', 'w\x1b[2J\r\n\x9b31m\u202e'
+    save_file_atomic(path, [TensorEntry(evil, 'U8', [1], b'a')], {evil: evil, 'né': 'ok'})
+    optimizer = optim.AdamW()
+    optimizer.add_param(fucina.variable(np.ones(2), 'd'), name=evil)
+    with (tmp_path / 'x.fucina').open('wb') as file: optimizer.save_state(file)
+    for name in ('x.safetensors', 'x.fucina'):
+        code, out, _ = told(capsys, tmp_path / name)
+        assert code == 0 and r'w\x1b[2J\r\n\x9b31m\u202e' in out
+        assert all(c.isprintable() or c == '\n' for c in out)
+        assert '\x1b' not in inspect(tmp_path / name)._repr_html_()
+    assert 'né=ok' in told(capsys, path)[1]
+
+
+def test_a_file_that_vanishes_meanwhile(tmp_path, monkeypatch, capsys):
+    checkpoint(tmp_path / 'checkpoint-step-5', 5)
+    gone, real = tmp_path / 'checkpoint-step-6', Path.iterdir
+    checkpoint(gone, 6)
+    def iterdir(self):
+        yield from real(self)
+        if self.name.startswith('checkpoint'): yield self / 'gone.tmp'
+        if self == gone: raise FileNotFoundError(2, 'injected')
+    monkeypatch.setattr(Path, 'iterdir', iterdir)
+    code, out, err = told(capsys, tmp_path)
+    assert (code, err) == (0, '') and 'checkpoint-step-5' in out and 'checkpoint-step-6' in out

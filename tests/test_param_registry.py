@@ -1,5 +1,8 @@
 """ParamRegistry: what a walk finds and in which order, names, views, files."""
+import enum
 import io
+import json
+import os
 import tempfile
 import types
 import weakref
@@ -176,6 +179,13 @@ def test_views():
         with pytest.raises(IndexError): registry.view(i)
 
 
+def test_a_view_does_not_ask_the_others():
+    registry = ParamRegistry()
+    registry.collect([var(1) for _ in range(50)])
+    assert registry.view(49) is registry.view(49) and registry.view(49).name == '49'
+    assert [*registry] == [registry.view(k) for k in range(50)]
+
+
 def test_optimizers_see_what_trains():
     model = {'w': var(2, 2), 'frozen': const(2), 'b': var(2), 'half': var(3, dtype='f16')}
     registry, opt = ParamRegistry(), optim.AdamW()
@@ -266,6 +276,77 @@ def test_one_line_each(tmp_path):
     before = path.read_bytes()
     with pytest.raises(errors.CheckpointInvalidNameError): save(path, {'': var(1)})
     assert path.read_bytes() == before and [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize('model', [5, 'text', None, Layer(None, None), [None], {'a': 1}, {(1, 2): var(2)},
+                                   {'n': fucina.constant([1], 'd')}, types.SimpleNamespace()], ids=repr)
+def test_a_model_without_tensors_is_a_slip(tmp_path, model):
+    path = tmp_path / 'model.safetensors'
+    fucina.save(path, {'w': var(2)})
+    before = path.read_bytes()
+    for f in (fucina.save, fucina.load):
+        with pytest.raises(ValueError, match='found no tensor in'): f(path, model)
+    with pytest.raises(ValueError, match='found no tensor in'): fucina.load(path, model, strict=False)
+    assert path.read_bytes() == before and len(os.listdir(tmp_path)) == 1
+
+
+@pytest.mark.parametrize('model', [{}, [], (), ParamRegistry()], ids=repr)
+def test_what_is_empty_on_purpose_is_saved(tmp_path, model):
+    fucina.save(tmp_path / 'model', model)
+    fucina.load(tmp_path / 'model', model)
+    fucina.save(tmp_path / 'model', {'w': var(2)})
+    with pytest.raises(errors.CheckpointUnknownNameError): fucina.load(tmp_path / 'model', model)
+
+
+def test_an_index_loads_all_files(tmp_path):
+    fucina.save(tmp_path / 'a.safetensors', {'x': var(2)})
+    fucina.save(tmp_path / 'b.safetensors', {'y': var(3), 'z': var(4, dtype='bf16')})
+    path = tmp_path / 'm.safetensors.index.json'
+    files = {'z': 'b.safetensors', 'x': 'a.safetensors', 'y': 'b.safetensors'}
+    path.write_text(json.dumps({'weight_map': files}))
+    model = {'x': const(2), 'y': const(3), 'z': var(4, dtype='bf16')}
+    for t in model.values(): t.value[...] = 0
+    fucina.load(path, model)
+    assert all((t.to('f32').numpy() == 1).all() for t in model.values())
+    registry = ParamRegistry()
+    registry.collect(model)
+    for v in registry: v.bytes[:] = 0
+    with fucina.safetensors.Sharded.load(path) as sharded: registry.load_state_dict(sharded)
+    assert all((t.to('f32').numpy() == 1).all() for t in model.values())
+    with pytest.raises(errors.CheckpointUnknownNameError) as e: fucina.load(path, {'x': const(2)})
+    assert str(e.value).startswith(f'{path}: ')
+
+
+def test_errors_name_the_file_once(tmp_path):
+    path = tmp_path / 'model.safetensors'
+    fucina.save(path, {'w': var(2)})
+    for other, error in (({'v': var(2)}, errors.CheckpointUnknownNameError),
+                         ({'w': var(3)}, errors.CheckpointShapeMismatchError)):
+        with pytest.raises(error) as e: fucina.load(path, other)
+        assert type(e.value) is error and str(e.value).count(str(path)) == 1
+        assert str(e.value).startswith(f'{path}: ')
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(errors.MetadataIncompleteBufferError) as e: fucina.load(path, {'w': var(2)})
+    assert str(e.value).count(str(path)) == 1
+
+
+def test_keys_that_are_enums():
+    class Part(str, enum.Enum): HEAD = 'head'
+    class Place(enum.IntEnum): FIRST = 1
+    class Plain(enum.Enum): A = 'a'
+    assert names({Part.HEAD: var(1), Place.FIRST: {Part.HEAD: var(1)}, 'x': {Plain.A: var(1)}}) == \
+        ['head', '1.head']
+    (name, _), = walk({Part.HEAD: var(1)})
+    assert type(name) is str
+
+
+def test_a_name_cannot_steer_the_terminal():
+    registry = ParamRegistry()
+    registry.collect({'a\x1b]0;owned\x07\n\x9b2J': var(2), 'schön': var(1)})
+    for text in (repr(registry), registry._repr_html_()):
+        assert r'a\x1b]0;owned\x07\n\x9b2J' in text and 'schön' in text
+        assert not {'\x1b', '\x07', '\x9b'} & {*text}
+    assert len(repr(registry).splitlines()) == 5
 
 
 def test_other_libraries_read_it():

@@ -204,6 +204,26 @@ def test_nothing_is_written_if_something_is_wrong(name, entries, metadata, tmp_p
     assert out.getvalue() == b'' and os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize('name', [3, None, b'a', ['a'], 1.5])
+def test_a_name_of_another_type_among_texts(name):
+    for names in (('a', name), (name, 'a'), ('z', name, 'b')):
+        fails('InvalidTensorName', serialize_alloc, [entry(n) for n in names])
+
+
+@POSIX
+def test_when_only_the_directory_cannot_be_synced_the_file_is_new(tmp_path, monkeypatch):
+    path = tmp_path/'model'
+    s.save_file_atomic(path, [entry('old')])
+    monkeypatch.setattr(s, 'sync_directory', lambda path: (_ for _ in ()).throw(OSError('injected')))
+    with pytest.raises(OSError, match='injected'): save(path)
+    assert path.read_bytes() == serialize_alloc(SAMPLE) and os.listdir(tmp_path) == ['model']
+
+
+def test_text_for_a_terminal():
+    assert s.printable('wéights.0 日本 \\ "q"') == 'wéights.0 日本 \\ "q"'
+    assert s.printable('a\x1b[31m\r\n\x9b\u202e\x7f\ud800') == r'a\x1b[31m\r\n\x9b\u202e\x7f\ud800'
+
+
 def test_limits_of_a_written_file(monkeypatch):
     half = SimpleNamespace(nbytes=2**63)
     rows = [(0, name, DType.U8, [2**63], half) for name in 'ab']
@@ -849,10 +869,13 @@ def test_saving_over_a_file_that_is_mapped(tmp_path):
 
 def test_a_file_that_cannot_be_replaced_says_why(tmp_path, monkeypatch):
     def refuse(*args): raise PermissionError(errno.EACCES, 'Access is denied')
-    with monkeypatch.context() as m:
-        m.setattr(os, 'replace', refuse)
-        with pytest.raises(PermissionError, match='open or mapped') as e: save(tmp_path/'model')
-    assert e.value.filename == str(tmp_path/'model') and os.listdir(tmp_path) == []
+    path = tmp_path/'model'
+    for system, text in (('nt', 'open or mapped'), ('posix', 'denied$')):
+        with monkeypatch.context() as m:
+            m.setattr(os, 'replace', refuse)
+            m.setattr(os, 'name', system)
+            with pytest.raises(PermissionError, match=text) as e: save(path, durable=False)
+        assert os.listdir(tmp_path) == [] and (system == 'posix' or e.value.filename == str(path))
     if os.name != 'nt': return
     save(tmp_path/'model')
     with File.load_mmap(tmp_path/'model'), pytest.raises(PermissionError, match='mapped'):
@@ -927,6 +950,13 @@ def test_a_model_in_several_files(shards):
 def test_an_index_that_is_wrong(shards, content):
     path = index(shards.parent, content)
     for load in (Sharded.load, Sharded.load_mmap): assert str(path) in fails('InvalidIndex', load, path)
+
+
+@pytest.mark.parametrize('leaf', ['.', '..', '', './a', 'a/'])
+def test_a_file_of_an_index_is_a_plain_name(tmp_path, leaf):
+    path = tmp_path/'m.safetensors.index.json'
+    path.write_text(json.dumps({'weight_map': {'w': leaf}}))
+    fails('InvalidIndex', Sharded.load, path)
 
 
 def test_files_of_an_index_that_are_wrong(shards, monkeypatch):

@@ -2,6 +2,7 @@
 import gc
 import gzip
 import io
+import json
 import os
 import signal
 import tracemalloc
@@ -18,7 +19,7 @@ import fucina
 from fucina import errors, optim, state_dict
 from fucina.errors import FucinaError, StaleGraphError, UseAfterScopeError
 from fucina.exec import ExecContext
-from fucina.safetensors import File, TensorEntry, serialize_alloc, write_atomic
+from fucina.safetensors import File, Sharded, TensorEntry, serialize_alloc, write_atomic
 from fucina.state_dict import (Alias, LoadOptions, NamedTensor, NamedTensorMut, load_state_dict,
                                save_state_dict)
 
@@ -196,6 +197,8 @@ SAVE = [  # class, entries
     ('CheckpointDuplicateName', [hand('a'), hand('a'), hand('')]),
     ('CheckpointInvalidName', [hand('b'), hand(''), hand('b')]),
     ('CheckpointUnsupportedDtype', [hand('z', dtype='u8'), hand('')]),
+    ('CheckpointUnsupportedDtype', [hand('z', dtype=['f32'])]),
+    ('CheckpointUnsupportedDtype', [hand('z', dtype=None)]),
 ]
 
 
@@ -525,3 +528,31 @@ def test_names_in_the_package():
     for name in ('NamedTensor', 'NamedTensorMut', 'LoadOptions', 'save_state_dict', 'load_state_dict'):
         assert getattr(optim, name) is getattr(state_dict, name)
     assert fucina.state_dict is state_dict and state_dict.StateDictError is errors.StateDictError
+
+
+def test_a_model_in_several_files(tmp_path):
+    source, entries = small(3), []
+    for k, (name, t) in enumerate(source.items()):
+        with open(tmp_path / f'part-{k}.safetensors', 'wb') as out:
+            save_state_dict(out, [NamedTensor.of(name, t)])
+        entries.append((name, f'part-{k}.safetensors'))
+    path = tmp_path / 'm.safetensors.index.json'
+    path.write_text(json.dumps({'weight_map': dict(entries)}))
+    for load_files in (Sharded.load, Sharded.load_mmap):
+        twin = small(0)
+        with load_files(path) as files: load_state_dict(files, targets(twin))
+        assert digest(targets(twin)) == digest(targets(source))
+    twin, before = small(0), digest(targets(small(0)))
+    first = next(iter(twin))
+    with Sharded.load(path) as files:
+        fails('CheckpointUnknownName', load_state_dict, files, targets({first: twin[first]}))
+        assert digest(targets(twin)) == before
+        load_state_dict(files, targets({first: twin[first]}), strict=False)
+    assert twin[first].value.tobytes() == source[first].value.tobytes()
+    with pytest.raises(ValueError, match='closed'): load_state_dict(files, targets(twin))
+
+
+def test_a_dtype_of_another_kind():
+    out = io.BytesIO()
+    save_state_dict(out, [hand('a')])
+    fails('CheckpointDtypeMismatch', load_state_dict, io.BytesIO(out.getvalue()), [room('a', dtype=['f32'])])

@@ -448,6 +448,26 @@ def test_a_load_changes_all_or_nothing(tmp_path, damage, of_a_set):
     assert state_of(other, other_opt) == before
 
 
+@pytest.mark.parametrize('damage', [MODEL_STATE_FILE, OPTIMIZER_STATE_FILE, TRAINER_STATE_FILE, 'names'])
+def test_an_error_names_its_file_once(tmp_path, damage):
+    params, _, opt = trained(2.0)
+    save_checkpoint(tmp_path, params, opt, TrainerState())
+    path = tmp_path / (damage if '.' in damage else MODEL_STATE_FILE)
+    if '.' in damage: path.write_bytes(path.read_bytes()[:-5])
+    other, _, other_opt = trained(5.0)
+    model = {'v': other['w'], 'b': other['b']} if damage == 'names' else other
+    with pytest.raises(errors.FucinaError) as e: load_checkpoint(tmp_path, model, other_opt)
+    assert str(e.value).startswith(f'{path}: ') and str(e.value).count(str(path)) == 1
+
+
+def test_a_model_without_tensors_replaces_no_checkpoint(tmp_path):
+    params, _, opt = trained(2.0)
+    save_checkpoint(tmp_path, params, opt, TrainerState(step=1))
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match='found no tensor'): save_checkpoint(tmp_path, 5, opt, TrainerState())
+    assert contents(tmp_path) == before
+
+
 def test_a_wrapped_optimizer_loads_all_or_nothing(tmp_path):
     if not hasattr(optim.AnyOptimizer, 'stage_state'): pytest.skip('no stage_state yet')
     params, _, opt = trained(2.0)

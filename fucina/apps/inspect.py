@@ -5,18 +5,19 @@
 # %% auto #0
 __all__ = ['FRAMES', 'Table', 'Report', 'inspect', 'main']
 
-# %% ../../nbs/20c_inspect.ipynb #6e9fddc4
+# %% ../../nbs/20c_inspect.ipynb #914ed96e
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from .program import Parser
-from ..errors import OptimError, TrainerStateError
+from ..errors import TrainerStateError
 from ..optim import inspect_state
 from ..optim.frames import LAYOUTS
 from ..param_registry import MOST, show_html, show_text
-from ..safetensors import File, Sharded, is_index_path
+from ..safetensors import File, Sharded, is_index_path, naming
 from ..training_checkpoint import (ADAPTERS_STATE_FILE, MODEL_STATE_FILE,
                                         OPTIMIZER_STATE_FILE, TRAINER_STATE_FILE,
                                         latest_committed, load_trainer_state)
@@ -58,12 +59,11 @@ def _tensors(path: Path) -> Iterator[Table]:
     total = f'{len(rows)} tensor{"s" * (len(rows) != 1)}, {size:,} bytes'
     yield Table(title, [('name', 'dtype', 'shape', 'bytes'), *rows], total)
 
-# %% ../../nbs/20c_inspect.ipynb #5632104d
+# %% ../../nbs/20c_inspect.ipynb #212d9558
 def _frames(path: Path) -> Iterator[Table]:
     "The frame in a file, and the frames inside it."
     with path.open('rb') as file:
-        try: frame = inspect_state(file)
-        except (OptimError, EOFError) as e: raise type(e)(f'{path}: {e}') from None
+        with naming(path): frame = inspect_state(file)
         more = path.stat().st_size - file.tell()
     title, rows, total = frame._shown()
     rest = f', {more:,} more bytes after it' if more else ''
@@ -83,16 +83,23 @@ def _state(folder: Path) -> Iterator[Table]:
     title = f'{TRAINER_STATE_FILE}: version {state.version}'
     yield Table(title, [('name', 'value'), *rows], 'the checkpoint is committed')
 
-# %% ../../nbs/20c_inspect.ipynb #58c1a35e
+# %% ../../nbs/20c_inspect.ipynb #c2ed2b47
 def _step(folder: Path) -> str:
     try: return str(load_trainer_state(folder).step)
     except (OSError, TrainerStateError): return 'not committed'
 
+def _size(folder: Path) -> int:
+    "Bytes of the files that are still there: a run may be at work."
+    size = 0
+    with suppress(OSError):
+        for file in folder.iterdir():
+            with suppress(OSError): size += file.stat().st_size
+    return size
+
 def _checkpoints(folder: Path) -> Iterator[Table]:
     "The checkpoints below a directory."
     found = [p for p in folder.glob('checkpoint-*-*') if p.is_dir()]
-    sizes = [sum(file.stat().st_size for file in p.iterdir()) for p in found]
-    rows = [(p.name, _step(p), f'{size:,}') for p, size in zip(found, sizes)]
+    rows = [(p.name, _step(p), f'{_size(p):,}') for p in found]
     newest = latest_committed(folder)
     last = f'the newest is {newest.name}' if newest else 'none is committed'
     rows.sort(key=lambda row: (len(row[1]), row[1], row[0]))
