@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LAYOUTS', 'DTYPES', 'Source', 'write', 'packed', 'count_field', 'save_tensors', 'load_tensors', 'Records', 'Layout',
-           'checked_names', 'Saving', 'Optimizer', 'SlotInfo', 'FrameInfo', 'inspect_state', 'Routed']
+           'checked_names', 'Saving', 'Optimizer', 'printable', 'SlotInfo', 'FrameInfo', 'inspect_state', 'Routed']
 
 # %% ../../nbs/11aa_frames.ipynb #1dff135f
 import math
@@ -333,6 +333,10 @@ class Optimizer(Saving):
 # %% ../../nbs/11aa_frames.ipynb #7b59367f
 DTYPES = ('f32', 4), ('bf16', 2)
 
+def printable(name: str) -> str:
+    "A name without what a terminal would obey."
+    return ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+
 @dataclass(frozen=True)
 class SlotInfo:
     "What a stream says about one parameter."
@@ -346,7 +350,7 @@ class SlotInfo:
 
     def row(self) -> tuple[str, ...]:
         "Name, sizes, path, numbers, state, bytes."
-        name = f'{self.path}.{self.name}' if self.path else self.name
+        name = printable(f'{self.path}.{self.name}' if self.path else self.name)
         numbers = ', '.join(f'{k} {v!s}' for k, v in self.numbers.items())
         kept = ', '.join([*self.state, *['master f32'] * self.master])
         return name, ' x '.join(map(str, self.shape)), numbers, kept, f'{self.size:,}'

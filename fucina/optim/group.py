@@ -21,7 +21,7 @@ from .param import Clipping
 
 # %% ../../nbs/11f_group.ipynb #b39debd0
 class AnyOptimizer:
-    "One optimizer of any kind, seen through the six calls that all have."
+    "One optimizer of any kind, seen through the calls that all have."
 
     def __init__(self, optimizer: Any): self.optimizer = optimizer
 
@@ -31,6 +31,7 @@ class AnyOptimizer:
     def scale_gradients(self, factor: float) -> None: self.optimizer.scale_gradients(factor)
     def save_state(self, writer: Any) -> None: self.optimizer.save_state(writer)
     def load_state(self, reader: Any) -> None: self.optimizer.load_state(reader)
+    def stage_state(self, reader: Any) -> Any: return self.optimizer.stage_state(reader)
 
 def any_optimizer(
     opt: Any,  # an optimizer

@@ -164,6 +164,7 @@ class SlotList:
 
     def __init__(self, slots: tuple[Slot, ...] = ()):
         self._slots: list[Any] = list(slots)
+        self.leaves = {s.param.grad_state for s in slots}  # where their gradients arrive
         self._ready, self._rows = False, np.zeros((0, 3), i64)  # made when needed
 
     def __len__(self) -> int: return len(self._slots)
@@ -183,6 +184,7 @@ class SlotList:
             raise InvalidConfigError('the configuration now asks for another kind of state '
                                      f'than when {self.label(0)} was registered')
         self._slots.append(slot)
+        self.leaves.add(slot.param.grad_state)
         self._ready = False
 
 # %% ../../nbs/11_param.ipynb #dd498e8e
