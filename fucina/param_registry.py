@@ -105,8 +105,8 @@ class ParamView:
         "The memory of the tensor as uint8, writable, flat."
         return self.tensor.value.reshape(-1).view(np.uint8)
 
-# %% ../nbs/09_param_registry.ipynb #42494a42
-def _checked_name(name, known):
+# %% ../nbs/09_param_registry.ipynb #555f5ce0
+def _check_name(name, known):
     if not isinstance(name, str):
         raise TypeError(f'a name is a str, got {type(name).__name__}')
     shown = repr(name[:80])
@@ -117,7 +117,13 @@ def _checked_name(name, known):
                                          'none of them 0')
     if name in known: raise CheckpointDuplicateNameError(f'{shown} is registered already')
 
-# %% ../nbs/09_param_registry.ipynb #f1b5449c
+def _check_tensor(name, t):
+    if not isinstance(t, Named):
+        raise TypeError(f'{name!r}: a registry holds tensors, got {type(t).__name__}')
+    if t.dtype not in ('f32', 'f16', 'bf16', 'i64'):
+        raise DTypeError(f'{name!r}: {t._describe()}')
+
+# %% ../nbs/09_param_registry.ipynb #fe08d2f0
 class Entries:
     "Names and tensors."
 
@@ -131,12 +137,8 @@ class Entries:
         tensor: Named,  # f32, f16, bf16 or i64; contiguous
     ) -> None:
         "Register one tensor; after an error nothing has changed."
-        if not isinstance(tensor, Named):
-            raise TypeError(f'{name!r}: a registry holds tensors, '
-                            f'got {type(tensor).__name__}')
-        if tensor.dtype not in ('f32', 'f16', 'bf16', 'i64'):
-            raise DTypeError(f'{name!r}: {tensor._describe()}')
-        _checked_name(name, self._entries)
+        _check_tensor(name, tensor)
+        _check_name(name, self._entries)
         self._memory[name] = NamedTensorMut.around(name, tensor)
         self._entries[name] = tensor
         self._views.append(ParamView(name, tensor))
@@ -219,7 +221,7 @@ class Files(Trainable):
         load_state_dict(reader, self._alive(), options or LoadOptions(), strict=strict,
                         aliases=aliases)
 
-# %% ../nbs/09_param_registry.ipynb #db614145
+# %% ../nbs/09_param_registry.ipynb #d402077a
 MOST = 12  # rows shown
 LEFT = ' style="text-align:left"'
 
@@ -234,6 +236,7 @@ def show_text(title: str, rows: Sequence[tuple[str, ...]], total: str,
     parts = [printable(title), *(lines if len(rows) > 1 else []), '  ' + printable(total)]
     return '\n'.join(parts)
 
+# %% ../nbs/09_param_registry.ipynb #f64626cd
 def _html(text: str) -> str: return escape(printable(text))
 
 def show_html(title: str, rows: Sequence[tuple[str, ...]], total: str) -> str:

@@ -151,7 +151,7 @@ def _check_name(name: Any) -> None:
     if not name or not is_text(name) or name == '__metadata__':
         raise InvalidTensorNameError(f'{shown(name)} cannot be the name of a tensor')
 
-# %% ../nbs/07_safetensors.ipynb #c814db30
+# %% ../nbs/07_safetensors.ipynb #5c556587
 Checked = tuple[int, str, DType, list[int], memoryview]  # minus order, name, …, bytes
 
 def _check_entry(t: Any, dtype: DType) -> Checked:
@@ -165,6 +165,7 @@ def _check_entry(t: Any, dtype: DType) -> Checked:
                                      f'{size} bytes; {data.nbytes} were given')
     return -dtype.order, t.name, dtype, shape, data
 
+# %% ../nbs/07_safetensors.ipynb #55bfa6ea
 def _place(row: tuple[DType, Any]) -> tuple[int, str]:
     dtype, t = row
     return -dtype.order, t.name if isinstance(t.name, str) else ''
@@ -589,7 +590,7 @@ def make_directory(path: str, *, durable: bool = True) -> None:
         if not os.path.isdir(path): raise
     if durable: sync_directory(above)
 
-# %% ../nbs/07_safetensors.ipynb #6e518414
+# %% ../nbs/07_safetensors.ipynb #fb880ca8
 class _Descriptor(io.RawIOBase):
     "A file that is written through `os.write`."
 
@@ -609,6 +610,7 @@ def _beside(folder: str, leaf: str) -> tuple[int, str]:
         path = os.path.join(folder, f'.{leaf[:50]}.{os.urandom(8).hex()}.tmp')
         with suppress(FileExistsError): return os.open(path, flags, 0o666), path
 
+# %% ../nbs/07_safetensors.ipynb #c267931d
 def _replace(temporary: str, path: Any) -> None:
     try: os.replace(temporary, path)
     except PermissionError as e:

@@ -223,7 +223,7 @@ def save_checkpoint(
         write_file_atomic(optimizer_path, optimizer.save_state, durable=durable)
     save_trainer_state(dir_path, state, durable=durable)
 
-# %% ../nbs/10_training_checkpoint.ipynb #5eda01ef
+# %% ../nbs/10_training_checkpoint.ipynb #11a75595
 def _staged(optimizer: Any, path: str) -> Callable[[], Any]:
     "Read the state of an optimizer; what is returned takes it over."
     def load():
@@ -232,6 +232,7 @@ def _staged(optimizer: Any, path: str) -> Callable[[], Any]:
     if not hasattr(optimizer, 'stage_state'): return load
     with open(path, 'rb') as file, naming(path): return optimizer.stage_state(file)
 
+# %% ../nbs/10_training_checkpoint.ipynb #940a25dd
 def load_checkpoint(
     dir_path: Folder,
     model: Any,  # an object that holds tensors, or a registry
