@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from .program import (
-    Parser, add_checkpoint_flags, add_common_flags, count, need, new_figure, progress, table, verdict, whole)
+    Parser, add_checkpoint_flags, add_common_flags, count, folder_for, need, new_figure,
+    progress, table, verdict, whole)
 from ..autograd import no_grad
 from ..data import Batches, stratified_split
 from ..errors import CheckpointConfigMismatchError, InvalidAccumStepsError
@@ -142,14 +143,24 @@ class Run:
         "Windows so far."
         return -(-self.taken // self.accum)
 
+    def schedule(self, window: int) -> None:
+        "Set the learning rate of a window, counted from 0."
+        warmup = int(WARMUP * self.steps)
+        self.sched.apply(warmup_cosine_factor(window, self.steps, warmup, LOWEST))
+
+    def rate(self, taken: int) -> float:
+        "The learning rate of the last window of so many batches."
+        self.schedule(max(-(-taken // self.accum) - 1, 0))
+        return float(self.opt.lr)
+
 # %% ../../nbs/20a_digits.ipynb #a43c2990
 def train(
     run: Run,
 ) -> Iterator[float]:  # the mean loss of each window, before its step
     "Train to the end, one step for each loss that is drawn."
-    opt, warmup = run.opt, int(WARMUP * run.steps)
+    opt = run.opt
     while run.taken < run.todo:
-        run.sched.apply(warmup_cosine_factor(run.done, run.steps, warmup, LOWEST))
+        run.schedule(run.done)
         left = min(run.accum, run.todo - run.taken)
         window = [next(run.batches) for _ in range(left)]
         loss = add_gradients(run.net, run.task.x, run.task.y, window)
@@ -195,7 +206,7 @@ def draw_confusion(
 # %% ../../nbs/20a_digits.ipynb #5ff0df70
 def save(folder: Path, run: Run, seed: int) -> None:
     "Write a checkpoint; a run that is killed meanwhile still has the one before."
-    state = TrainerState(step=run.taken, seed=seed, learning_rate=float(run.opt.lr),
+    state = TrainerState(step=run.taken, seed=seed % 2**64, learning_rate=float(run.opt.lr),
                          accum_steps=run.accum if run.accum > 1 else None,
                          **run.batches.state())
     save_checkpoint(folder, run.net, run.opt, state)
@@ -210,9 +221,11 @@ def go_on(
     batches.restore(state)
     place = batches.epoch * len(batches) + batches.index / batches.size
     for what, found, wanted in (
-            ('the seed', state.seed, seed), ('--accum', state.accum_steps or 1, run.accum),
+            ('the seed', state.seed, seed % 2**64),
+            ('--accum', state.accum_steps or 1, run.accum),
             ('the seed of the order', batches.seed, run.batches.seed),
-            ('--batch or the number of batches', state.step, place)):
+            ('the number of batches (--batch)', state.step, place),
+            ('the learning rate (--epochs)', state.learning_rate, run.rate(state.step))):
         if found != wanted:
             raise CheckpointConfigMismatchError(
                 f'{folder}: {what} is {found} there and {wanted} in this run')
@@ -296,9 +309,9 @@ def main(
         raise InvalidAccumStepsError(f'--accum: expected at least 1, got {args.accum}')
     seed = 42 if args.seed is None else args.seed
     print('handwritten digits, 8x8 pixels, network 64-128-10 (relu), a fifth held back')
-    with ExecContext(workers=args.threads, gemm=args.gemm):
-        result = learn(seed, args.epochs, args.batch, args.accum, args.save,
-                       args.save_every, args.resume)
+    with ExecContext(workers=args.threads, gemm=args.gemm), folder_for(args) as folder:
+        result = learn(seed, args.epochs, args.batch, args.accum, folder, args.save_every,
+                       args.resume)
     if args.plot: draw_result(args.plot, result)
     goal = f'target {args.target:.1%}'
     header = 'seed', 'steps', 'seconds', 'loss', 'seen', 'unseen', goal

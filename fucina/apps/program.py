@@ -9,7 +9,7 @@ __all__ = ['Parser', 'whole', 'count', 'share', 'need', 'picture', 'new_figure',
 # %% ../../nbs/19b_program.ipynb #f621a295
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from ..errors import UnknownArgumentError
 from ..exec import GEMM_MODES
+from ..training_checkpoint import latest_committed
 
 # %% ../../nbs/19b_program.ipynb #64d397ec
 class Parser(argparse.ArgumentParser):
@@ -126,16 +127,25 @@ def add_checkpoint_flags(parser: Parser):
     add('--save', type=Path, metavar='DIR', help='keep the checkpoints of the run in DIR')
     add('--save-every', type=count, metavar='N', help='save after every N steps as well')
     add('--resume', type=folder, metavar='DIR',
-        help='go on from the newest checkpoint in DIR, if there is one')
+        help='go on from the newest checkpoint in DIR, if there is one, and save there')
 
 @contextmanager
 def folder_for(
-    path: Path | None,  # from --save
+    args: argparse.Namespace,  # the three flags
+    runs: Sequence[str] = ('',),  # folders of the runs in it
 ) -> Iterator[Path]:
-    "The folder for checkpoints; without one, a temporary folder."
-    if path is not None: yield path
-    else:
+    "The folder for checkpoints, of --save or --resume; without one, a temporary folder."
+    path, resume = args.save or args.resume, args.resume
+    if path is None:
+        if args.save_every: raise UnknownArgumentError('--save-every needs --save or --resume')
         with TemporaryDirectory() as name: yield Path(name)
+        return
+    if path.exists() and not path.is_dir(): raise NotADirectoryError(f'{path} is no folder')
+    fresh = resume is None or path.resolve() != resume.resolve()
+    if fresh and any(latest_committed(path / run) for run in runs):
+        raise FileExistsError(f'{path} has checkpoints of an earlier run: go on from them '
+                              'with --resume, or name another folder')
+    yield path
 
 # %% ../../nbs/19b_program.ipynb #d3cfab4d
 def progress(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LAYOUTS', 'DTYPES', 'Source', 'write', 'packed', 'count_field', 'save_tensors', 'load_tensors', 'Records', 'Layout',
-           'checked_names', 'Saving', 'Optimizer', 'printable', 'SlotInfo', 'FrameInfo', 'inspect_state', 'Routed']
+           'checked_names', 'Saving', 'Optimizer', 'SlotInfo', 'FrameInfo', 'inspect_state', 'Routed']
 
 # %% ../../nbs/11aa_frames.ipynb #1dff135f
 import math
@@ -20,8 +20,8 @@ from ..errors import (CheckpointConfigMismatchError, CheckpointDtypeMismatchErro
                            CheckpointMagicMismatchError, CheckpointMissingEntryError,
                            CheckpointShapeMismatchError, CheckpointTooManyEntriesError,
                            CheckpointUnknownNameError, CheckpointUnsupportedDtypeError,
-                           DTypeError, NonContiguousParamError)
-from ..ops.named import Named
+                           DTypeError, InvalidConfigError, NonContiguousParamError)
+from ..ops.named import MAX_TAGS, Named
 from .moments import Base
 from .param import Param, Slot, Slots, keep_master, publish
 from ..param_registry import show_html, show_text
@@ -59,12 +59,17 @@ def _as_bytes(part):
     if not isinstance(part, np.ndarray): return part
     return part.astype(part.dtype.newbyteorder('<'), copy=False).reshape(-1).view('u1').data
 
+def _blocks(fields):
+    "Bytes of their own, which a writer may keep, and never much of an array at a time."
+    for part in map(_as_bytes, fields):
+        for at in range(0, len(part), 2**20): yield bytes(part[at:at + 2**20])
+
 def write(
     writer: Any,  # has write(bytes)
     fields: Iterable[Any],  # bytes and arrays, in order
 ) -> None:
     "Write everything, little-endian and without gaps."
-    write_all(writer, map(_as_bytes, fields))
+    write_all(writer, _blocks(fields))
 
 def packed(
     code: str,  # as NumPy spells it
@@ -185,6 +190,13 @@ def _version(layout, lists):
     bf16 = any(_tag(a) for slot in slots for a in slot.arrays())
     return 4 if bf16 and layout.lists[0].tagged else 3
 
+def _fits(slot, name, records, settings):
+    "Settings that shape the state must be those of the registration."
+    size = records.elements(settings, slot.param.rows, slot.param.cols)
+    if any(a.size != size for a in slot.arrays()):
+        raise InvalidConfigError(f'{name.decode()}: the settings now ask for another size of '
+                                 'state than when it was registered')
+
 def _record(slot, name, records, version):
     "The fields of one slot."
     yield packed('<u2', len(name)) + name
@@ -217,10 +229,13 @@ class Saving(Base):
         names = [checked_names(slots) for _, slots in lists]
         version = _version(layout, [slots for _, slots in lists])
         yield layout.magics[version - 3]
-        for key, code in layout.settings: yield packed(code, getattr(self.config, key))
+        settings = {key: getattr(self.config, key) for key, _ in layout.settings}
+        for key, code in layout.settings: yield packed(code, settings[key])
         for (records, slots), labels in zip(lists, names):
             yield count_field(len(slots), 'parameters')
-            for slot, name in zip(slots, labels): yield from _record(slot, name, records, version)
+            for slot, name in zip(slots, labels):
+                _fits(slot, name, records, settings)
+                yield from _record(slot, name, records, version)
 
     def save_state(self,
         writer: Any,  # has write(bytes), such as a file opened with 'wb'
@@ -333,10 +348,6 @@ class Optimizer(Saving):
 # %% ../../nbs/11aa_frames.ipynb #7b59367f
 DTYPES = ('f32', 4), ('bf16', 2)
 
-def printable(name: str) -> str:
-    "A name without what a terminal would obey."
-    return ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
-
 @dataclass(frozen=True)
 class SlotInfo:
     "What a stream says about one parameter."
@@ -346,11 +357,11 @@ class SlotInfo:
     numbers: dict[str, Any]  # such as the step counter
     state: tuple[str, ...]  # buffers with their dtypes
     master: bool  # whether there is a float32 master
-    size: int  # bytes of values
+    size: int  # bytes of its values, with their tags and flags
 
     def row(self) -> tuple[str, ...]:
         "Name, sizes, path, numbers, state, bytes."
-        name = printable(f'{self.path}.{self.name}' if self.path else self.name)
+        name = f'{self.path}.{self.name}' if self.path else self.name
         numbers = ', '.join(f'{k} {v!s}' for k, v in self.numbers.items())
         kept = ', '.join([*self.state, *['master f32'] * self.master])
         return name, ' x '.join(map(str, self.shape)), numbers, kept, f'{self.size:,}'
@@ -372,7 +383,9 @@ class FrameInfo:
         rows = [('parameter', 'shape', 'numbers', 'state', 'bytes')]
         rows += [slot.row() for slot in self.slots]
         count = len(self.slots)
-        total = f'{count} parameter{"s" * (count != 1)}, {self.size:,} bytes in the stream'
+        what = f'{count} parameter{"s" * (count != 1)}'
+        if not count and self.members: what = f'{len(self.members)} members'
+        total = f'{what}, {self.size:,} bytes in the stream'
         return f'{self.magic}: {self.kind}({settings})', rows, total
 
     def __repr__(self) -> str:
@@ -405,6 +418,7 @@ def _slot_info(source, path, records, version, settings):
 def _tensor_info(source):
     "One tensor of FZT1."
     dims, rank = [], int(source.number('<u4', 'a rank'))
+    if rank > MAX_TAGS: raise CheckpointShapeMismatchError(f'a tensor of {rank} axes')
     for _ in range(rank): dims.append(int(source.number('<u8', 'a size')))
     source.skip(4 * math.prod(dims), 'values')
     return SlotInfo('', '', tuple(dims), {}, ('f32',), False, 4 * math.prod(dims))

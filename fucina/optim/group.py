@@ -28,7 +28,7 @@ class AnyOptimizer:
     def step(self) -> None: self.optimizer.step()
     def zero_grad(self) -> None: self.optimizer.zero_grad()
     def grad_squared_norm(self) -> np.float64: return self.optimizer.grad_squared_norm()
-    def scale_gradients(self, factor: float) -> None: self.optimizer.scale_gradients(factor)
+    def scale_gradients(self, factor: float | np.floating) -> None: self.optimizer.scale_gradients(factor)
     def save_state(self, writer: Any) -> None: self.optimizer.save_state(writer)
     def load_state(self, reader: Any) -> None: self.optimizer.load_state(reader)
     def stage_state(self, reader: Any) -> Any: return self.optimizer.stage_state(reader)
@@ -70,7 +70,10 @@ class Members(Clipping):
         return next(names, '')
 
     def __deepcopy__(self, memo: dict[int, Any]) -> 'Members':
-        return type(self)(deepcopy(self.members, memo))
+        other = type(self)()
+        other.members = deepcopy(self.members, memo)
+        for opt in other.members: opt.collect_grad_states(other._seen)
+        return other
 
 # %% ../../nbs/11f_group.ipynb #6ddcb262
 class Together(Members):
@@ -91,7 +94,7 @@ class Together(Members):
         for opt in self.members: total = total + opt.grad_squared_norm()
         return total
 
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, factor: float | np.floating) -> None:
         "Multiply every gradient of every member."
         for opt in self.members: opt.scale_gradients(factor)
 

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from ..dtypes import bf16_bits, bf16_value
 from ..errors import DuplicateParamError, InvalidConfigError
-from ..kernels import f32, f64, i64, inline
+from ..kernels import LEAST, f32, f64, i64, inline, uninterrupted
 from ..ops.named import Named
 from .param import PLAIN, Clipping, Param, Slot, Slots, real
 from ..param_registry import show_html, show_text
@@ -69,6 +69,7 @@ def power(x, t):
     "x to the power of a whole number t >= 0, both float64: the same bits everywhere."
     if t == 0.0 or x == 1.0: return 1.0
     if x != x or t == 1.0: return x
+    if t >= 2.0**63: return np.exp(t * np.log(abs(x)))
     n = i64(t)
     if x == 0.0: return x if n & 1 else 0.0
     fraction, exponent = math.frexp(x)
@@ -227,10 +228,10 @@ class Stepping(Joining):
         return self.config.lr
 
     @lr.setter
-    def lr(self, value: float) -> None: self.config.lr = value
+    def lr(self, value: float | np.floating) -> None: self.config.lr = value
 
     def _check(self) -> None:
-        "Whatever can go wrong in a step goes wrong here."
+        "Whatever can be wrong with a gradient is found here."
         for slots in self._lists(): slots.refresh()
 
     def _update(self) -> None:
@@ -240,7 +241,8 @@ class Stepping(Joining):
     def step(self) -> None:
         "Change every parameter that has a gradient; check all gradients first."
         self._check()
-        self._update()
+        long = sum(slots._total for slots in self._lists()) >= LEAST
+        uninterrupted(self._update)() if long else self._update()
 
     def zero_grad(self) -> None:
         "Clear the gradients."
@@ -257,7 +259,7 @@ class Gradients(Stepping):
         return f64(total)
 
     def scale_gradients(self,
-        factor: float,  # rounded to float32
+        factor: float | np.floating,  # rounded to float32
     ) -> None:
         "Multiply every gradient in place."
         by = real('factor', factor)
@@ -287,7 +289,9 @@ class Checkup(Gradients):
             g = slot.param.grad_state.grad
             if g is None or np.isfinite(g).all(): continue
             found = NonFinite(int(np.isnan(g).sum()), int(np.isinf(g).sum()), g.size)
-            report[name if path == main else f'{path}.{name}'] = found
+            key = name if path == main else f'{path}.{name}'
+            while key in report: key += '+'  # a name that is there twice
+            report[key] = found
         return report
 
 # %% ../../nbs/11a_moments.ipynb #ebe7452f

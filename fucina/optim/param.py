@@ -110,7 +110,11 @@ class Slot:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.buffers or name not in self.__dict__:
             super().__setattr__(name, value)
-        else: np.copyto(self.__dict__[name], value, casting='same_kind')
+        else:
+            a = self.__dict__[name]
+            if np.shape(value) not in ((), a.shape):
+                raise ValueError(f'{name} has {a.size} values, got shape {np.shape(value)}')
+            np.copyto(a, value, casting='same_kind')
 
 # %% ../../nbs/11_param.ipynb #d3230a26
 PLAIN: bool = config.DISABLE_JIT  # type: ignore[attr-defined]
@@ -347,12 +351,12 @@ class Clipping:
         "Sum of the squares of all gradients, in float64 and in a fixed order."
         raise NotImplementedError
 
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, factor: float | np.floating) -> None:
         "Multiply every gradient by `factor`, rounded to float32."
         raise NotImplementedError
 
     def clip_grad_norm(self,
-        max_norm: float,  # longest gradient allowed; ValueError if negative or NaN
+        max_norm: float | np.floating,  # longest gradient; ValueError if negative or NaN
     ) -> np.float32:  # the norm before clipping
         "Shorten the gradient of all parameters together; call it before `step`."
         limit = real('max_norm', max_norm)
