@@ -276,7 +276,8 @@ def learn(
     with progress(run.steps - run.done, 'digits') as bar:
         for loss in train(run):
             losses.append(loss)
-            bar.set_postfix_str(f'epoch {run.batches.epoch}, loss {loss:.4f}', refresh=False)
+            bar.set_postfix_str(f'epoch {run.batches.epoch}, loss {loss:.4f}',
+                                refresh=False)
             bar.update()
             if folder is not None and every and run.done % every == 0:
                 save(folder / f'checkpoint-step-{run.done}', run, seed)
@@ -317,6 +318,7 @@ def main(
     header = 'seed', 'steps', 'seconds', 'loss', 'seen', 'unseen', goal
     last = f'{result.losses[-1]:.4f}' if result.losses else '-'
     print(table(header, (
-        seed, len(result.losses), f'{result.seconds:.1f}', last, f'{result.seen:.1%}', f'{result.accuracy:.1%}',
+        seed, len(result.losses), f'{result.seconds:.1f}', last, f'{result.seen:.1%}',
+        f'{result.accuracy:.1%}',
         verdict(result.accuracy, args.target))))
     return int(result.accuracy < args.target)

@@ -137,7 +137,8 @@ def folder_for(
     "The folder for checkpoints, of --save or --resume; without one, a temporary folder."
     path, resume = args.save or args.resume, args.resume
     if path is None:
-        if args.save_every: raise UnknownArgumentError('--save-every needs --save or --resume')
+        if args.save_every:
+            raise UnknownArgumentError('--save-every needs --save or --resume')
         with TemporaryDirectory() as name: yield Path(name)
         return
     if path.exists() and not path.is_dir(): raise NotADirectoryError(f'{path} is no folder')

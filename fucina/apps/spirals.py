@@ -147,7 +147,8 @@ def groups(
     for opt, ts in zip(opts.members, ((net.w1, net.w2, net.w3), (net.b1, net.b2, net.b3))):
         for t in ts: opt.add_param(t)
         sched.attach(opt)
-    return Trainer(opts, lambda t: sched.apply(warmup_cosine_factor(t, steps, 100, 0.05)), 1.0)
+    def prepare(step): sched.apply(warmup_cosine_factor(step, steps, 100, 0.05))
+    return Trainer(opts, prepare, 1.0)
 
 # %% ../../nbs/20_spirals.ipynb #b4b174f7
 @dataclass(frozen=True)
@@ -157,13 +158,14 @@ class Run:
     steps: int
 
 # %% ../../nbs/20_spirals.ipynb #64929474
+MINI = ApolloConfig.mini(lr=0.005, update_proj_gap=100)
 BIASES = AdamWConfig(lr=0.02, beta2=0.95, eps=1e-10, weight_decay=0)
 RUNS = {
     'sgd': Run(simple(SGD(lr=0.1, momentum=0.9, nesterov=True)), 3000),
     'adamw': Run(simple(AdamW(lr=0.02, weight_decay=1e-4)), 2000),
     'muon': Run(simple(Muon(lr=0.02, weight_decay=0.01, fallback=BIASES)), 2000),
     'apollo': Run(simple(Apollo(lr=0.05, rank=8, update_proj_gap=100)), 2000),
-    'apollo-mini': Run(simple(Apollo(ApolloConfig.mini(lr=0.005, update_proj_gap=100))), 2000),
+    'apollo-mini': Run(simple(Apollo(MINI)), 2000),
     'adamw-groups': Run(groups, 2000),
 }
 
@@ -186,8 +188,8 @@ def begin(
     if state.step: trainer.prepare(state.step - 1)
     if state.learning_rate not in (None, rate(trainer)):
         raise CheckpointConfigMismatchError(
-            f'{folder}: the learning rate was {state.learning_rate} there and would have been '
-            f'{rate(trainer)} here; was it another number of steps?')
+            f'{folder}: the learning rate was {state.learning_rate} there and would have '
+            f'been {rate(trainer)} here; was it another number of steps?')
     load_checkpoint(folder, net, trainer.opt)
     return net, trainer, state.step
 
@@ -247,7 +249,8 @@ def learn(
     net, trainer, first = begin(name, seed, steps, saves.start(name))
     middle, start = (first + steps) // 2, time.perf_counter()
     with progress(2 * steps - first - middle, name) as bar:
-        for step, loss in enumerate(train(net, trainer, points, labels, steps, first), first + 1):
+        run = train(net, trainer, points, labels, steps, first)
+        for step, loss in enumerate(run, first + 1):
             losses.append(loss)
             bar.set_postfix_str(f'loss {loss:.4f}', refresh=False)
             bar.update()
@@ -308,7 +311,8 @@ def main(
     names = [name for name in RUNS if args.optimizer in (None, name)]
     with ExecContext(workers=args.threads, gemm=args.gemm), folder_for(args, names) as root:
         saves = Saves(root, args.save_every, args.resume)
-        results = [learn(name, points, labels, net_seed, saves, args.steps) for name in names]
+        results = [learn(name, points, labels, net_seed, saves, args.steps)
+                   for name in names]
         if args.plot: draw_results(args.plot, results, points, labels)
     goal = f'target {args.target:.1%}'
     rows = [('run', 'steps', 'seconds', 'loss', 'same bits from', 'accuracy', goal)]

@@ -175,8 +175,8 @@ def checked_names(slots: Slots) -> list[bytes]:
     for raw in names:
         shown = repr(raw[:80].decode(errors='backslashreplace'))
         if not _writable_name(raw):
-            raise CheckpointInvalidNameError(f'{shown} has {len(raw)} bytes; a name has 1 to '
-                                             '65535, in UTF-8, and none of them is 0')
+            raise CheckpointInvalidNameError(f'{shown} has {len(raw)} bytes; a name has 1 '
+                                             'to 65535, in UTF-8, and none of them is 0')
         if often[raw] > 1:
             raise CheckpointDuplicateNameError(f'two parameters are called {shown}')
     return names
@@ -194,8 +194,8 @@ def _fits(slot, name, records, settings):
     "Settings that shape the state must be those of the registration."
     size = records.elements(settings, slot.param.rows, slot.param.cols)
     if any(a.size != size for a in slot.arrays()):
-        raise InvalidConfigError(f'{name.decode()}: the settings now ask for another size of '
-                                 'state than when it was registered')
+        raise InvalidConfigError(f'{name.decode()}: the settings now ask for another size '
+                                 'of state than when it was registered')
 
 def _record(slot, name, records, version):
     "The fields of one slot."
@@ -304,14 +304,16 @@ def _read_list(source, slots, records, version):
         found[i] = _staged(source, slots[i], slots.label(i), records, version)
     for i in range(len(slots)):
         if i not in found:
-            raise CheckpointMissingEntryError(f'the stream has no record for {slots.label(i)}')
+            missing = slots.label(i)
+            raise CheckpointMissingEntryError(f'the stream has no record for {missing}')
     return found
 
 # %% ../../nbs/11aa_frames.ipynb #426e639a
 def _commit(slot: Slot, values: dict[str, Any], master: np.ndarray | None) -> None:
     "Take over what was read."
     for key, value in values.items():
-        setattr(slot, key, value if isinstance(value, (np.ndarray, np.floating)) else int(value))
+        if isinstance(value, np.integer): value = int(value)
+        setattr(slot, key, value)
     if master is None: keep_master(slot.param)
     else:
         np.copyto(slot.param.master, master)
@@ -439,7 +441,8 @@ def _inspected(source, allowed):
     if magic not in allowed:
         raise CheckpointMagicMismatchError(f'{magic!r} starts no frame of an optimizer')
     slots, members = [], []
-    kind, version, settings = {b'FZT1': 'tensors', b'FZO3': 'OptimizerSet'}.get(magic), None, {}
+    kind = {b'FZT1': 'tensors', b'FZO3': 'OptimizerSet'}.get(magic)
+    version, settings = None, {}
     if kind is None: kind, version, settings, slots, members = _frame_info(source, magic)
     else:
         for _ in range(int(source.number('<u4', 'a count'))):

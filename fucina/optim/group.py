@@ -28,7 +28,8 @@ class AnyOptimizer:
     def step(self) -> None: self.optimizer.step()
     def zero_grad(self) -> None: self.optimizer.zero_grad()
     def grad_squared_norm(self) -> np.float64: return self.optimizer.grad_squared_norm()
-    def scale_gradients(self, factor: float | np.floating) -> None: self.optimizer.scale_gradients(factor)
+    def scale_gradients(self, factor: float | np.floating) -> None:
+        self.optimizer.scale_gradients(factor)
     def save_state(self, writer: Any) -> None: self.optimizer.save_state(writer)
     def load_state(self, reader: Any) -> None: self.optimizer.load_state(reader)
     def stage_state(self, reader: Any) -> Any: return self.optimizer.stage_state(reader)
@@ -57,9 +58,10 @@ class Members(Clipping):
             raise TypeError(f'a set holds optimizers, got {type(opt).__name__}')
         for _, name, slot in opt._named():
             if slot.param.grad_state in self._seen:
+                known = self._known(slot.param.grad_state)
                 raise DuplicateParamError(
                     f'{name} of {type(opt).__name__} is already in the set'
-                    f'{self._known(slot.param.grad_state)}: {slot.param.tensor._describe()}')
+                    f'{known}: {slot.param.tensor._describe()}')
         opt.collect_grad_states(self._seen)
         self.members.append(opt)
 
@@ -125,7 +127,8 @@ class OptimizerSet(Together):
             raise CheckpointMagicMismatchError(f'{magic!r} is no state of an OptimizerSet')
         stored, own = int(source.number('<u4', 'the count of members')), len(self.members)
         if stored != own:
-            raise CheckpointShapeMismatchError(f'the stream has {stored} members, not {own}')
+            raise CheckpointShapeMismatchError(
+                f'the stream has {stored} members, not {own}')
         staged = [opt._stage(source) for opt in self.members]
         def commit():
             for one in staged: one()

@@ -198,10 +198,11 @@ class Parameters(Registry):
         if not isinstance(name, (str, type(None))):
             raise TypeError(f'a name is a str, got {type(name).__name__}')
         param = Param(t, name)
-        if not any(param.grad_state in slots.leaves for slots in self._lists()): return param
-        known = next(k for _, k, s in self._named() if s.param.grad_state is param.grad_state)
-        raise DuplicateParamError(f'{t._describe()} is registered as {known}, it cannot join '
-                                  f'{f"as {name}" if name else "again"}')
+        leaf = param.grad_state
+        if not any(leaf in slots.leaves for slots in self._lists()): return param
+        known = next(k for _, k, slot in self._named() if slot.param.grad_state is leaf)
+        raise DuplicateParamError(f'{t._describe()} is registered as {known}, it cannot '
+                                  f'join {f"as {name}" if name else "again"}')
 
 # %% ../../nbs/11a_moments.ipynb #f40b094b
 class Joining(Parameters):

@@ -67,7 +67,8 @@ def _sgd(rows, pieces, like, lr, momentum, dampening, decay, nesterov, first, en
 # %% ../../nbs/11b_sgd.ipynb #16dd5440
 def _elements(settings, rows, cols): return rows * cols if settings['momentum'] != 0 else 0
 
-LAYOUT = Layout('SGD', (b'FZS3', b'FZS4', b'FZS5'), (Records(('buf',), elements=_elements),),
+LAYOUT = Layout('SGD', (b'FZS3', b'FZS4', b'FZS5'),
+                (Records(('buf',), elements=_elements),),
                 (('momentum', '<f4'), ('dampening', '<f4'), ('nesterov', 'u1')))
 
 # %% ../../nbs/11b_sgd.ipynb #3b05a4c0
