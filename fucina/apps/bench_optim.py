@@ -173,7 +173,8 @@ def lines(
     for t in found:
         ms, gb = t.seconds * 1e3, ROWS[t.name].traffic * t.size / 1e9
         row = t.name, f'{t.size / 1e6:.2f}', f'{ms:.2f}'
-        row += (f'{gb / t.seconds:.1f}', f'{t.idle / t.seconds:.0%}') if t.idle else ('-', '-')
+        if t.idle: row += (f'{gb / t.seconds:.1f}', f'{t.idle / t.seconds:.0%}')
+        else: row += ('-', '-')
         rows.append(row + (f'{ms * layers:.0f}',) * (layers > 1))
     return rows
 
