@@ -357,6 +357,25 @@ def test_any_gradient_follows_the_formula(fields, rows, cols, data):
         follow(Apollo(**dict(dict(lr=0.1, rank=2, update_proj_gap=2), **fields)), [(rows, cols)], gradients)
 
 
+@pytest.mark.parametrize('shape', [(37, 5), (5, 37), (1, 9), (9, 1), (700, 300), (300, 701)])
+def test_rank_1_asks_for_no_library(shape):
+    "One number per channel: a loop, so both modes and all numbers of threads have the same bits."
+    g, out = noise(1, shape), []
+    for mode in 'pinned', 'blas':
+        for workers in THREADS:
+            opt, w = Apollo(ApolloConfig.mini(lr=0.1)), variable(np.ones(shape))
+            opt.add_param(w)
+            with ExecContext(gemm=mode, workers=workers):
+                for _ in range(2):
+                    w.set_grad(g)
+                    opt.step()
+            p = opt.slots[0].proj
+            r = product(g, p.T) if shape[0] >= shape[1] else product(p.T, g)
+            assert np.array_equal(bits(opt.slots._sketches[0]), bits(r))
+            out.append((w.numpy().tobytes(), saved(opt)))
+    assert out[1:] == out[:-1]
+
+
 def test_the_norm_is_taken_in_chunks(pinned):
     "Growth is judged by `sum_squares` of the update, so many chunks make the same sum."
     opt, w = Apollo(rank=4, lr=1, correct_bias=False), variable(np.zeros((300, 500)))
