@@ -70,6 +70,8 @@ def idle(
     read: bool = False,  # only the gradients, and only read; for SGD
 ) -> Callable[[], None]:  # moves the bytes of a step
     "The traffic of a step without its arithmetic."
+    if any(a.size not in (0, len(s.param)) for s in opt.slots for a in s.arrays()):
+        raise ValueError(f'{type(opt).__name__} has buffers of another size than weights')
     zeros = [_zero(a) for a in opt.slots[0].arrays()]
     loop: Any = (_idle_one, _idle_two)[len(zeros) - 1]
     args = (u32(0), *zeros)

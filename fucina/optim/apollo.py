@@ -21,8 +21,8 @@ from ..kernels import (CHUNK, LEAST, chunk_squares, f32, f64, i64, inline, kerne
 from .adam import AdamSlot
 from .frames import Layout, Records, Routed, Source
 from .moments import Config, power
-from .param import (BUFFERS, GRAD, STEP, VALUE, Param, Slot, Slots, elements,
-                                tick)
+from .param import (BUFFERS, GRAD, STEP, VALUE, Param, Slot, Slots, _address,
+                                elements, tick)
 from ..rng import GAMMA, gaussian_fill
 
 # %% ../../nbs/11e_apollo.ipynb #40f91e41
@@ -350,8 +350,6 @@ def _runs(slots):
         places.append(used)
         used += slot.m.size
     return runs, places
-
-def _address(a): return a.__array_interface__['data'][0]
 
 # %% ../../nbs/11e_apollo.ipynb #ab96c002
 class Sketched(Slots):

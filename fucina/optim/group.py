@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import (CheckpointMagicMismatchError, CheckpointShapeMismatchError,
                            DuplicateParamError)
 from ..kernels import f64
-from .frames import Optimizer, Source, count_field, write
+from .frames import Optimizer, Source, count_field, in_turn, write
 from .moments import NonFinite
 from .param import Clipping
 
@@ -66,10 +66,10 @@ class Members(Clipping):
         self.members.append(opt)
 
     def _known(self, leaf):
-        names = (f' as {name} of {type(opt).__name__} (member {k})'
-                 for k, opt in enumerate(self.members) for _, name, slot in opt._named()
-                 if slot.param.grad_state is leaf)
-        return next(names, '')
+        for k, opt in enumerate(self.members):
+            name = opt._name_of(leaf)
+            if name is not None: return f' as {name} of {type(opt).__name__} (member {k})'
+        return ''
 
     def __deepcopy__(self, memo: dict[int, Any]) -> 'Members':
         other = type(self)()
@@ -129,10 +129,7 @@ class OptimizerSet(Together):
         if stored != own:
             raise CheckpointShapeMismatchError(
                 f'the stream has {stored} members, not {own}')
-        staged = [opt._stage(source) for opt in self.members]
-        def commit():
-            for one in staged: one()
-        return commit
+        return in_turn([opt._stage(source) for opt in self.members])
 
     def load_state(self, reader: Any) -> None:
         "Load all members; after an error none has changed."

@@ -193,14 +193,18 @@ class Parameters(Registry):
 
     def _slot(self, param: Param) -> Slot: raise NotImplementedError
 
+    def _name_of(self, leaf: Any) -> str | None:
+        "What the parameter with this leaf is called; None if it is not registered."
+        if not any(leaf in slots.leaves for slots in self._lists()): return None
+        return next(k for _, k, slot in self._named() if slot.param.grad_state is leaf)
+
     def _admit(self, t: Named, name: str | None) -> Param:
         "The handle of a new parameter; DuplicateParamError for a known one."
         if not isinstance(name, (str, type(None))):
             raise TypeError(f'a name is a str, got {type(name).__name__}')
         param = Param(t, name)
-        leaf = param.grad_state
-        if not any(leaf in slots.leaves for slots in self._lists()): return param
-        known = next(k for _, k, slot in self._named() if slot.param.grad_state is leaf)
+        known = self._name_of(param.grad_state)
+        if known is None: return param
         raise DuplicateParamError(f'{t._describe()} is registered as {known}, it cannot '
                                   f'join {f"as {name}" if name else "again"}')
 
@@ -270,7 +274,7 @@ class Gradients(Stepping):
         seen: set[Any],  # receives the leaf of every parameter
     ) -> None:
         "Report the parameters, so that a set of optimizers can spot a shared one."
-        seen.update(slot.param.grad_state for _, _, slot in self._named())
+        seen.update(*(slots.leaves for slots in self._lists()))
 
 # %% ../../nbs/11a_moments.ipynb #d78546b0
 class NonFinite(NamedTuple):

@@ -20,7 +20,7 @@ from ..exec import empty, exec_scope, get_gemm, thread_state
 from ..gemm import matmul
 from ..kernels import CHUNK, LEAST, f32, f64, i64, kernel, parallel_for, sum_squares
 from .adam import AdamW, AdamWConfig
-from .frames import Layout, Records, Routed, Source
+from .frames import Layout, Records, Routed, Source, in_turn
 from .moments import Config, StateDType, coerced, narrowed, state, widened
 from .param import BUFFERS, GRAD, VALUE, Param, Slot, Slots, elements
 
@@ -231,10 +231,7 @@ class Together(Sorting):
         yield from self.fallback._fields()
 
     def _stage(self, source: Source) -> Callable[[], None]:
-        commits = super()._stage(source), self.fallback._stage(source)
-        def commit():
-            for each in commits: each()
-        return commit
+        return in_turn((super()._stage(source), self.fallback._stage(source)))
 
     def _shown(self) -> tuple[str, list[tuple[str, ...]], str]:
         title, rows, total = super()._shown()
