@@ -121,7 +121,7 @@ def _vjp(plan: Product, a: np.ndarray, b: Any) -> Callable:
         return dx, dw
     return vjp
 
-# %% ../../nbs/05c_contractions.ipynb #38dd6684
+# %% ../../nbs/05c_contractions.ipynb #9e9b1b50
 def is_frozen(w: Any) -> bool:
     "Whether `w` is a packed matrix: an object with tags, shape and `widen`."
     return not isinstance(w, Named) and hasattr(w, 'tags') and hasattr(w, 'widen')
@@ -144,16 +144,22 @@ def _right(w: Any, op: str) -> Any:
         if dtype == 'i64': raise DTypeError(f'{op} needs floats: {w._describe()}')
         return lambda: widen(b, dtype)
     if is_frozen(w): return w.widen
+    if hasattr(type(w), '__fucina_dot__'):
+        raise TypeError(f'{op} cannot use {type(w).__name__}, which only knows dot')
     raise TypeError(f'{op} takes a tensor, got {type(w).__name__}; '
                     'wrap arrays with constant(array, tags)')
 
-# %% ../../nbs/05c_contractions.ipynb #0c62ab67
+# %% ../../nbs/05c_contractions.ipynb #411e0c1b
 def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
     "Sum the product of `x` and `w` over the tags `over`."
     a: Any = x._data
     if isinstance(w, Named) and w._dtype is F32 and w._data is not None:
         b, tags = w._data, w._tags
-    else: b, tags = _right(w, op), w.tags
+    else:
+        if op == 'dot' and hasattr(type(w), '__fucina_dot__'):
+            _left(x, op)
+            return w.__fucina_dot__(x, over[0])
+        b, tags = _right(w, op), w.tags
     if x._data is None or x._dtype is not F32: _left(x, op)
     key = x._tags, tags, over, a.shape, b.shape if type(b) is np.ndarray else w.shape
     plan = _products.get(key)
