@@ -545,6 +545,8 @@ def test_record_and_keywords(kind):
     with pytest.raises(TypeError, match='register .* add_param'): kind(weights, lr=0.1)
     with pytest.raises(TypeError, match='for p in model.param'): opt.add_param(weights)
     with pytest.raises(AttributeError, match='rate'): opt.config.rate = 1
+    for name in kind.config_type._kinds.keys() - {'lr', 'fallback'}:  # would go unheard
+        with pytest.raises(AttributeError, match=f'write to config.{name}'): setattr(opt, name, 1)
     other = optim.AdamConfig() if kind is not optim.Adam else optim.AdamWConfig()
     with pytest.raises(TypeError, match='as keywords or as one'): kind(other)
 
