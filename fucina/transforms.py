@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['CustomOp', 'custom_vjp', 'GradcheckResult', 'gradcheck', 'checkpoint']
 
-# %% ../nbs/06a_transforms.ipynb #19f470b7
+# %% ../nbs/06a_transforms.ipynb #0d27d429
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -194,27 +195,35 @@ def _check_output(y: Any) -> None:
     if y._node is not None: raise CheckpointCapturedVariableError(
         f'a checkpointed block returns {y._describe()}, which is not made of its inputs')
 
-# %% ../nbs/06a_transforms.ipynb #dffbc65e
+# %% ../nbs/06a_transforms.ipynb #a0bbaa99
+def _parts(x: Any) -> tuple[Sequence[Tensor], Callable[..., Any]]:
+    "The tensors of an input, and what makes the input of them again."
+    if isinstance(x, Tensor): return (x,), lambda t: t
+    if hasattr(type(x), '__fucina_parts__'): return x.__fucina_parts__()
+    raise TypeError(f'checkpoint takes tensors, got {type(x).__name__}; pass other things '
+                    'as extra')
+
+# %% ../nbs/06a_transforms.ipynb #02377e7e
 def checkpoint(
     block: Callable[..., Any],  # (*inputs) or (extra, *inputs) -> one f32 tensor; pure
-    *inputs: Tensor,  # every trainable tensor the block uses
+    *inputs: Any,  # every trainable tensor the block uses, or weight that contains some
     extra: Any = None,  # passed first, if given; untracked
 ) -> Tensor:
     "`block(*inputs)`, whose insides are forgotten and computed again for the gradient."
-    for x in inputs:
-        if not isinstance(x, Tensor):
-            raise TypeError(f'checkpoint takes tensors, got {type(x).__name__}; pass other '
-                            'things as extra')
-    run = block if extra is None else (lambda *xs: block(extra, *xs))
-    state, nodes = thread_state(), tuple([x._node for x in inputs])
-    if state.no_grad or all([n is None for n in nodes]): return run(*inputs)
+    parts, first = [_parts(x) for x in inputs], () if extra is None else (extra,)
+    def run(*ts):
+        left = iter(ts)
+        return block(*first, *[make(*islice(left, len(own))) for own, make in parts])
+    xs = [t for own, _ in parts for t in own]
+    state, nodes = thread_state(), tuple([x._node for x in xs])
+    if state.no_grad or all([n is None for n in nodes]): return run(*xs)
     if state.recompute: raise NestedCheckpointRecomputeError(
         'a checkpoint inside a checkpointed block cannot be differentiated')
-    saved = [_bare(x, False) for x in inputs]
+    saved = [_bare(x, False) for x in xs]
     out, tags = _run_bare(run, saved)
     def vjp(gy, needs): return _again(run, saved, gy, needs)
     node = Node(nodes, vjp, 'checkpoint', out.shape)
-    return result(type(inputs[0]), state, out, tags, 'checkpoint', node)
+    return result(type(xs[0]), state, out, tags, 'checkpoint', node)
 
 # %% ../nbs/06a_transforms.ipynb #1a07d66c
 def _again(run: Callable[..., Any], saved: list[Tensor], gy: np.ndarray,
