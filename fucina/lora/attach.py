@@ -146,7 +146,7 @@ def fields(
     "Every weight of a model; packed matrices too."
     return list(_fields(model, '', Place(None, None, False), ()))
 
-# %% ../../nbs/12a_attach.ipynb #ff4a70e9
+# %% ../../nbs/12a_attach.ipynb #07535853
 def _fits(name: str, wanted: str) -> bool:
     if '*' in wanted: return fnmatchcase(name, wanted)
     return name == wanted or name.endswith('.' + wanted)
@@ -154,6 +154,7 @@ def _fits(name: str, wanted: str) -> bool:
 def _chosen(found: list[Field], targets: Any) -> list[Field]:
     "The fields that are named, in the order of the model."
     wanted = [targets] if isinstance(targets, str) else list(targets)
+    if not wanted: raise UnknownAdapterNameError('no target is named')
     for name in wanted:
         if not isinstance(name, str):
             raise TypeError(f'a target is a name, got {type(name).__name__}')
