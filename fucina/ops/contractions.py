@@ -121,7 +121,7 @@ def _vjp(plan: Product, a: np.ndarray, b: Any) -> Callable:
         return dx, dw
     return vjp
 
-# %% ../../nbs/05c_contractions.ipynb #9e9b1b50
+# %% ../../nbs/05c_contractions.ipynb #80229efd
 def is_frozen(w: Any) -> bool:
     "Whether `w` is a packed matrix: an object with tags, shape and `widen`."
     return not isinstance(w, Named) and hasattr(w, 'tags') and hasattr(w, 'widen')
@@ -145,20 +145,21 @@ def _right(w: Any, op: str) -> Any:
         return lambda: widen(b, dtype)
     if is_frozen(w): return w.widen
     if hasattr(type(w), '__fucina_dot__'):
-        raise TypeError(f'{op} cannot use {type(w).__name__}, which only knows dot')
+        raise TypeError(f'{op} cannot use {type(w).__name__}, which knows only dot')
     raise TypeError(f'{op} takes a tensor, got {type(w).__name__}; '
                     'wrap arrays with constant(array, tags)')
 
-# %% ../../nbs/05c_contractions.ipynb #411e0c1b
+# %% ../../nbs/05c_contractions.ipynb #62647b62
 def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
     "Sum the product of `x` and `w` over the tags `over`."
     a: Any = x._data
     if isinstance(w, Named) and w._dtype is F32 and w._data is not None:
         b, tags = w._data, w._tags
     else:
-        if op == 'dot' and hasattr(type(w), '__fucina_dot__'):
+        own: Any = getattr(type(w), '__fucina_dot__', None)
+        if own is not None and op == 'dot':
             _left(x, op)
-            return w.__fucina_dot__(x, over[0])
+            return own(w, x, over[0])
         b, tags = _right(w, op), w.tags
     if x._data is None or x._dtype is not F32: _left(x, op)
     key = x._tags, tags, over, a.shape, b.shape if type(b) is np.ndarray else w.shape
@@ -175,14 +176,14 @@ def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
         else: node = Node((node, other), _vjp(plan, a, b), op, plan.shape)
     return result(type(x), state, out, plan.tags, op, node)
 
-# %% ../../nbs/05c_contractions.ipynb #ee3e17bd
+# %% ../../nbs/05c_contractions.ipynb #57c12e30
 class Contractions(Reductions):
     "Products summed over named axes."
 
     __slots__ = ()
 
     def dot(self: N,
-        w: Any,  # f32, f16 or bf16 tensor, or a frozen matrix
+        w: Any,  # f32, f16 or bf16 tensor, a frozen matrix, or what has a `__fucina_dot__`
         tag: str,  # in both, same size
     ) -> N:  # tags: shared ones, then the rest of self, then the rest of w
         "Sum of products over one axis."
