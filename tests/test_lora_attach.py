@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fucina
-from fucina import ParamRegistry, checkpoint, constant, exec_scope, from_bits, gather, variable
+from fucina import ParamRegistry, checkpoint, constant, exec_scope, gather, variable
 from fucina.errors import (CheckpointConfigMismatchError, CheckpointMissingEntryError,
                            CheckpointShapeMismatchError, CheckpointUnknownNameError, DTypeError,
                            DuplicateParamError, ExecScopeRequiredError, FucinaError,
@@ -103,7 +103,7 @@ def test_names_bytes_and_outputs_stay():
     assert list(adapters) == ['layers.0.w', 'layers.1.w'] and len(adapters) == 2
     assert adapters['layers.1.w'] is model.layers[1].w.adapter
     for k, (name, adapter) in enumerate(adapters.items()):
-        w = getattr(model.layers[k], 'w')
+        w = model.layers[k].w
         assert isinstance(w, Adapted) and w.name == name and w.dtype == 'f32'
         (out, in_), (n, m) = w.tags, w.shape
         own = Adapter(in_, out, m, n, rank=2, alpha=4, seed=at(7, k))
@@ -306,8 +306,13 @@ def test_a_copy_of_the_model_has_its_own_adapters():
         assert np.array_equal(model(X).numpy(), quiet)
         masked = other(X).numpy()
     assert not np.array_equal(other(X).numpy(), masked)
-    others.detach()
+    learned = other(X).numpy()
+    others.merge()
+    np.testing.assert_allclose(other(X).numpy(), learned, rtol=0, atol=1e-4)
     assert isinstance(model.layers[0].w, Adapted) and other.layers[0].w.is_leaf
+    other, others = deepcopy((model, adapters))
+    others.detach()
+    assert_equal([p.numpy() for p in other.parameters()], [p.numpy() for p in net().parameters()])
 
 
 # --- what the weight does not do

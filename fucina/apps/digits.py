@@ -4,13 +4,16 @@
 
 # %% auto #0
 __all__ = ['load_digits', 'Task', 'make_task', 'Net', 'first_net', 'predict', 'add_gradients', 'Run', 'train', 'confusion',
-           'draw_losses', 'draw_confusion', 'save', 'go_on', 'flags', 'Result', 'learn', 'draw_result', 'main']
+           'draw_losses', 'draw_confusion', 'standing', 'save', 'place_in', 'go_on', 'flags', 'Result', 'finish',
+           'learn', 'draw_result', 'main']
 
-# %% ../../nbs/20a_digits.ipynb #9364c7a0
+# %% ../../nbs/20a_digits.ipynb #f7fade31
 import copy
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +115,11 @@ def add_gradients(
             total += loss.item()
     return total
 
-# %% ../../nbs/20a_digits.ipynb #460eed4a
+# %% ../../nbs/20a_digits.ipynb #178a0eae
 @dataclass
 class Run:
     "A run at some point between its first and its last step."
-    net: Net
+    net: Any  # a Net, or what is called like one
     task: Task
     batches: Batches
     epochs: int
@@ -125,8 +128,12 @@ class Run:
 
     def __post_init__(self):
         self.opt, self.sched = AdamW(lr=LR, weight_decay=DECAY), LrSchedule()
-        for t in (self.net.w1, self.net.b1, self.net.w2, self.net.b2): self.opt.add_param(t)
+        self.register()
         self.sched.attach(self.opt)
+
+    def register(self) -> None:
+        "Tell the optimizer what it trains."
+        for t in (self.net.w1, self.net.b1, self.net.w2, self.net.b2): self.opt.add_param(t)
 
     @property
     def todo(self) -> int:
@@ -203,20 +210,23 @@ def draw_confusion(
         if n: ax.text(column, row, n, ha='center', va='center', fontsize=8)
     ax.set(xlabel='found', ylabel='label', xticks=range(10), yticks=range(10))
 
-# %% ../../nbs/20a_digits.ipynb #5ff0df70
+# %% ../../nbs/20a_digits.ipynb #321b31c0
+def standing(run: Run, seed: int) -> dict[str, Any]:
+    "Where a run stands, as the fields of a `TrainerState`."
+    return dict(step=run.taken, seed=seed % 2**64, learning_rate=float(run.opt.lr),
+                accum_steps=run.accum if run.accum > 1 else None, **run.batches.state())
+
 def save(folder: Path, run: Run, seed: int) -> None:
     "Write a checkpoint; a run that is killed meanwhile still has the one before."
-    state = TrainerState(step=run.taken, seed=seed % 2**64, learning_rate=float(run.opt.lr),
-                         accum_steps=run.accum if run.accum > 1 else None,
-                         **run.batches.state())
-    save_checkpoint(folder, run.net, run.opt, state)
+    save_checkpoint(folder, run.net, run.opt, TrainerState(**standing(run, seed)))
 
-def go_on(
+# %% ../../nbs/20a_digits.ipynb #8fd9662a
+def place_in(
     folder: Path,  # a checkpoint
     run: Run,  # that has not begun
     seed: int,
-) -> None:
-    "Continue where a checkpoint was written; the flags must be the same."
+) -> tuple[int, Batches]:  # batches taken, and those to come
+    "The place where a run was saved; its flags must have been the same."
     state, batches = load_trainer_state(folder), copy.copy(run.batches)
     batches.restore(state)
     place = batches.epoch * len(batches) + batches.index / batches.size
@@ -229,10 +239,15 @@ def go_on(
         if found != wanted:
             raise CheckpointConfigMismatchError(
                 f'{folder}: {what} is {found} there and {wanted} in this run')
-    load_checkpoint(folder, run.net, run.opt)
-    run.batches, run.taken = batches, state.step
+    return state.step, batches
 
-# %% ../../nbs/20a_digits.ipynb #4345bce5
+def go_on(folder: Path, run: Run, seed: int) -> None:
+    "Continue where a checkpoint was written."
+    taken, batches = place_in(folder, run, seed)
+    load_checkpoint(folder, run.net, run.opt)
+    run.batches, run.taken = batches, taken
+
+# %% ../../nbs/20a_digits.ipynb #e7a48c2d
 def flags() -> Parser:
     "The flags of `fucina digits`."
     parser = Parser('digits', 'Train a 64-128-10 network to read real handwritten digits.')
@@ -242,6 +257,9 @@ def flags() -> Parser:
                         help='examples in a batch (default: %(default)s)')
     parser.add_argument('--accum', type=whole, metavar='N', default=1,
                         help='batches whose gradients make one step (default: %(default)s)')
+    parser.add_argument('--lora', action='store_true',
+                        help='compare low-rank adapters with full fine-tuning instead; has '
+                             'its own flags: fucina digits --lora --help')
     add_checkpoint_flags(parser)
     seed = 'of the split, the weights and the order (default: 42)'
     add_common_flags(parser, seed, target=0.95)
@@ -257,7 +275,26 @@ class Result:
     accuracy: float  # on the part held back, 0 to 1
     counts: np.ndarray  # (10, 10) confusion of the part held back
 
-# %% ../../nbs/20a_digits.ipynb #bdc07e12
+# %% ../../nbs/20a_digits.ipynb #a1d8a5e0
+def finish(
+    run: Run,
+    label: str,  # at the left of the line of progress
+    keep: Callable[[str], None] | None = None,  # writes a checkpoint of this name, or of ''
+    every: int | None = None,  # steps between checkpoints
+) -> list[float]:  # the losses
+    "Train to the end, with a line of progress."
+    losses = []
+    with progress(run.steps - run.done, label) as bar:
+        for loss in train(run):
+            losses.append(loss)
+            bar.set_postfix_str(f'epoch {run.batches.epoch}, loss {loss:.4f}',
+                                refresh=False)
+            bar.update()
+            if keep and every and run.done % every == 0: keep(f'checkpoint-step-{run.done}')
+    if keep: keep('')
+    return losses
+
+# %% ../../nbs/20a_digits.ipynb #727e9791
 def learn(
     seed: int,  # of the split, the weights and the order
     epochs: int = 40,
@@ -269,19 +306,12 @@ def learn(
 ) -> Result:
     "One run from the images to the accuracy, with a line of progress."
     task = make_task(*load_digits(), seed)
-    batches, losses = Batches(len(task.y), batch, at(seed, 3)), []
+    batches = Batches(len(task.y), batch, at(seed, 3))
     run, start = Run(first_net(seed), task, batches, epochs, accum), time.perf_counter()
     found = None if resume is None else latest_committed(resume)
     if found is not None: go_on(found, run, seed)
-    with progress(run.steps - run.done, 'digits') as bar:
-        for loss in train(run):
-            losses.append(loss)
-            bar.set_postfix_str(f'epoch {run.batches.epoch}, loss {loss:.4f}',
-                                refresh=False)
-            bar.update()
-            if folder is not None and every and run.done % every == 0:
-                save(folder / f'checkpoint-step-{run.done}', run, seed)
-    if folder is not None: save(folder, run, seed)
+    keep = None if folder is None else lambda leaf: save(folder / leaf, run, seed)
+    losses = finish(run, 'digits', keep, every)
     seconds = time.perf_counter() - start
     seen = float(np.mean(predict(run.net, task.x) == task.y))
     counts = confusion(task.test_y, predict(run.net, task.test_x))
@@ -300,11 +330,15 @@ def draw_result(
     fig.suptitle(f'{result.accuracy:.1%} of {result.counts.sum()} unseen digits')
     fig.savefig(path)
 
-# %% ../../nbs/20a_digits.ipynb #5dc3a0d0
+# %% ../../nbs/20a_digits.ipynb #f21fce01
 def main(
     argv: Sequence[str] | None = None,  # flags; None: those of the command line
 ) -> int:  # exit code: 0, or 1 if the target was missed
     "The command `fucina digits`."
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if '--lora' in argv:
+        argv.remove('--lora')
+        return import_module('fucina.apps.digits_lora').main(argv)
     args = flags().parse_args(argv)
     if args.accum < 1:
         raise InvalidAccumStepsError(f'--accum: expected at least 1, got {args.accum}')
