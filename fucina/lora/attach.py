@@ -6,7 +6,7 @@
 __all__ = ['DROPOUT', 'Change', 'CHECKED', 'Weight', 'Sum', 'Adapted', 'Place', 'Field', 'fields', 'Masks', 'AdapterMap',
            'Placed', 'Attached', 'Training', 'Stored', 'Resuming', 'Adapters', 'attach']
 
-# %% ../../nbs/12a_attach.ipynb #3c7a7799
+# %% ../../nbs/12a_attach.ipynb #4907680e
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +29,7 @@ from ..optim.frames import Optimizer
 from ..param_registry import (_slot_names, children, load, save, show_html, show_text,
                                    walk)
 from ..rng import MASK, at
+from ..safetensors import printable, shown
 from ..tensor import Tensor
 from ..training_checkpoint import (ADAPTERS_STATE_FILE, Folder, TrainerState,
                                         load_checkpoint, load_trainer_state)
@@ -56,7 +57,7 @@ class Weight:
     @property
     def size(self) -> int: return self.shape[0] * self.shape[1]
 
-# %% ../../nbs/12a_attach.ipynb #7eaec13b
+# %% ../../nbs/12a_attach.ipynb #0c7b581f
 class Sum(Weight):
     "A frozen weight and its adapter, added up."
 
@@ -69,20 +70,21 @@ class Sum(Weight):
         return w if dtype == 'f32' else w.to(dtype)
 
     def __repr__(self) -> str:
-        return f'{self.name}: {describe(self)} {self.dtype} + {self.adapter!r}'
+        name = printable(self.name)
+        return f'{name}: {describe(self)} {self.dtype} + {self.adapter!r}'
 
-# %% ../../nbs/12a_attach.ipynb #bc901ab8
+# %% ../../nbs/12a_attach.ipynb #d2de5c27
 class Adapted(Sum):
     "A frozen weight that multiplies as if its adapter were part of it."
 
     __slots__ = ()
 
     def __fucina_dot__(self, x: Tensor, tag: str) -> Tensor:
-        out, in_ = self.tags
+        (out, in_), name = self.tags, self.name
         if tag != in_: raise TagError(
-            f'{self.name} has an adapter, which sums over its input {in_!r}, not {tag!r}')
+            f'{shown(name)} has an adapter that sums over {in_!r}, its input, not {tag!r}')
         if out in x.tags: raise TagError(
-            f'{self.name} makes an axis {out!r}, and the input {describe(x)} has one')
+            f'{shown(name)} makes an axis {out!r}, and the input {describe(x)} has one')
         return self.adapter.apply(x, x.dot(self.base, tag), self._mask())
 
     def __fucina_children__(self) -> Iterator[tuple[None, Any]]: yield None, self.base
@@ -117,7 +119,7 @@ def _attribute(obj: Any, child: Any) -> str | None:
                                               for s in _slot_names(c))]
     return next((name for name in names if getattr(obj, name, None) is child), None)
 
-# %% ../../nbs/12a_attach.ipynb #9cb1743b
+# %% ../../nbs/12a_attach.ipynb #8caf3574
 def _placed(obj: Any) -> Iterator[tuple[str | None, Any, Place]]:
     "Names, values and places of what an object contains."
     found = children(obj)
@@ -129,18 +131,21 @@ def _placed(obj: Any) -> Iterator[tuple[str | None, Any, Place]]:
     else:
         for name, x in found: yield name, x, Place(obj, name, False)
 
+# %% ../../nbs/12a_attach.ipynb #8121f531
 class Field(NamedTuple):
     "A weight, its name and its place."
     name: str
     weight: Any
     place: Place
 
+    def __str__(self) -> str: return shown(self.name)
+
 def _fields(obj: Any, name: str, place: Place, inside: tuple) -> Iterator[Field]:
     if isinstance(obj, (Named, Weight)) or is_frozen(obj):
         yield Field(name, obj, place)
         return
     if any(outer is obj for outer in inside):
-        raise ValueError(f'{name or "the model"} contains itself')
+        raise ValueError(f'{shown(name) if name else "the model"} contains itself')
     for key, x, there in _placed(obj):
         path = name if key is None else f'{name}.{key}' if name else key
         yield from _fields(x, path, there, (*inside, obj))
@@ -152,10 +157,14 @@ def fields(
     "Every weight of a model; packed matrices too."
     return list(_fields(model, '', Place(None, None, False), ()))
 
-# %% ../../nbs/12a_attach.ipynb #07535853
+# %% ../../nbs/12a_attach.ipynb #ebfc467e
 def _fits(name: str, wanted: str) -> bool:
     if '*' in wanted: return fnmatchcase(name, wanted)
     return name == wanted or name.endswith('.' + wanted)
+
+def _listed(found: list[Field]) -> str:
+    names = [f.name for f in found[:12]] + ['…'] * (len(found) > 12)
+    return printable(', '.join(names)) or 'none'
 
 def _chosen(found: list[Field], targets: Any) -> list[Field]:
     "The fields that are named, in the order of the model."
@@ -165,21 +174,22 @@ def _chosen(found: list[Field], targets: Any) -> list[Field]:
         if not isinstance(name, str):
             raise TypeError(f'a target is a name, got {type(name).__name__}')
         if not any(_fits(f.name, name) for f in found): raise UnknownAdapterNameError(
-            f'no field {name!r}; there are {", ".join(f.name for f in found) or "none"}')
+            f'no field {shown(name)}; there are {_listed(found)}')
     return [f for f in found if any(_fits(f.name, name) for name in wanted)]
 
+# %% ../../nbs/12a_attach.ipynb #91228104
 def _check_weight(f: Field) -> None:
     "Refuse what cannot have an adapter."
     w = f.weight
     if isinstance(w, Named):
         w._live(f.name)
-        if w.dtype == 'i64': raise DTypeError(f'{f.name} holds integers: {w._describe()}')
+        if w.dtype == 'i64': raise DTypeError(f'{f} holds integers: {w._describe()}')
         if w.requires_grad and not w.is_leaf:
-            raise NotAVariableError(f'{f.name} is no weight but a result: {w._describe()}')
+            raise NotAVariableError(f'{f} is no weight but a result: {w._describe()}')
     if len(w.tags) != 2: raise InvalidShapeError(
-        f'{f.name} is no matrix of an output and an input: {describe(w)}')
+        f'{f} is no matrix of an output and an input: {describe(w)}')
 
-# %% ../../nbs/12a_attach.ipynb #69e465e3
+# %% ../../nbs/12a_attach.ipynb #2d031b2a
 def _groups(found: list[Field], chosen: list[Field]) -> list[list[Field]]:
     "The chosen fields, those of one tensor together."
     groups: dict[int, list[Field]] = {}
@@ -187,7 +197,7 @@ def _groups(found: list[Field], chosen: list[Field]) -> list[list[Field]]:
     names = {f.name for f in chosen}
     for f in found:
         if id(f.weight) in groups and f.name not in names: raise LoraError(
-            f'{f.name} is the same tensor as {groups[id(f.weight)][0].name}: name both, '
+            f'{f} is the same tensor as {groups[id(f.weight)][0]}: name both, '
             'or give one of them a copy')
     return list(groups.values())
 
@@ -232,7 +242,7 @@ class AdapterMap(Mapping[str, Adapter]):
             for name, t in walk(self): opt._admit(t, name)
         for name, t in walk(self): opt.add_param(t, name=name)
 
-# %% ../../nbs/12a_attach.ipynb #c02ece51
+# %% ../../nbs/12a_attach.ipynb #6567a8d1
 Change = tuple[Field, Any]  # a field as it was, and what takes the weight's place
 
 @uninterrupted
@@ -243,11 +253,11 @@ def _exchange(changes: list[Change]) -> None:
         try: f.place.put(new)
         except Exception as e:
             for old in done: old.place.put(old.weight)
-            raise LoraError(f'{f.name}: a {type(f.place.owner).__name__} does not let its '
+            raise LoraError(f'{f}: a {type(f.place.owner).__name__} does not let its '
                             f'weights be exchanged ({e})') from e
         done.append(f)
 
-# %% ../../nbs/12a_attach.ipynb #7f90ab5e
+# %% ../../nbs/12a_attach.ipynb #37d630b9
 def _fold(f: Field, adapter: Adapter) -> None:
     "Merge an adapter into the memory of the weight."
     w = f.weight.detach()
@@ -260,12 +270,12 @@ def _fold(f: Field, adapter: Adapter) -> None:
 def _check_merge(f: Field) -> None:
     w = f.weight
     if not isinstance(w, Named): raise DTypeError(
-        f'{f.name} is a {type(w).__name__}, and packing the sum again would round it '
+        f'{f} is a {type(w).__name__}, and packing the sum again would round it '
         'twice; its to("f32") is a copy with the adapter merged')
     try: f.weight.detach().data()
-    except FucinaError as e: raise type(e)(f'{f.name}: {e}') from None
+    except FucinaError as e: raise type(e)(f'{f}: {e}') from None
 
-# %% ../../nbs/12a_attach.ipynb #e25f142a
+# %% ../../nbs/12a_attach.ipynb #6061cb86
 class Placed(AdapterMap):
     "Adapters and where they are."
 
@@ -279,7 +289,7 @@ class Placed(AdapterMap):
         if self._masks.on: raise LoraError('a micro-batch is under way')
         for f, new in self._changes:
             if f.place.get() is not new: raise LoraError(
-                f'{f.name} was replaced after the adapters had been attached')
+                f'{f} was replaced after the adapters had been attached')
 
 # %% ../../nbs/12a_attach.ipynb #56ea0b4a
 class Attached(Placed):
@@ -388,7 +398,7 @@ class Adapters(Resuming):
     def __repr__(self) -> str: return show_text(*self._shown())
     def _repr_html_(self) -> str: return show_html(*self._shown())
 
-# %% ../../nbs/12a_attach.ipynb #f368a1a9
+# %% ../../nbs/12a_attach.ipynb #fbf49318
 def _checked(model: Any) -> list[Field]:
     "The fields of a model that can get adapters."
     found = fields(model)
@@ -396,7 +406,7 @@ def _checked(model: Any) -> list[Field]:
         if f.place.owner is None:
             raise TypeError(f'adapters go into a model, got a {type(model).__name__} alone')
         if isinstance(f.weight, Weight): raise LoraError(
-            f'{f.name} has an adapter already: merge() or detach() those first')
+            f'{f} has an adapter already: merge() or detach() those first')
     return found
 
 def _trains(f: Field) -> bool: return isinstance(f.weight, Named) and f.weight.is_leaf
@@ -408,7 +418,7 @@ def _adapted(groups: list[list[Field]], masks: Masks, seed: int,
     for k, (f, *_) in enumerate(groups):
         (out, in_), (n, m) = f.weight.tags, f.weight.shape
         try: adapter = Adapter(in_, out, m, n, seed=at(seed, k), **config)
-        except FucinaError as e: raise type(e)(f'{f.name}: {e}') from None
+        except FucinaError as e: raise type(e)(f'{f}: {e}') from None
         base = f.weight.detach() if _trains(f) else f.weight
         made.append((f, Adapted(f.name, base, adapter, partial(masks.of, k))))
     return made
