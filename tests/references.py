@@ -1,5 +1,6 @@
 """Reference implementations that do not import by themselves."""
 import importlib
+import os
 import sys
 from importlib.util import find_spec
 from types import ModuleType
@@ -23,3 +24,10 @@ def apollo_torch():
     finally:
         for name in names: sys.modules.pop(name, None)
         sys.modules.update(before)
+
+
+def peft():
+    "The package peft, told not to look for a network, or None where it is not installed."
+    if find_spec('peft') is None or find_spec('torch') is None: return None
+    os.environ['HF_HUB_OFFLINE'] = '1'
+    return importlib.import_module('peft')
