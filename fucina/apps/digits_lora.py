@@ -213,12 +213,12 @@ def draw_result(
                  f'of the new digits and keep {lora.old:.0%} of the old')
     fig.savefig(path)
 
-# %% ../../nbs/20ab_digits_lora.ipynb #fa7c24c2
+# %% ../../nbs/20ab_digits_lora.ipynb #63810dda
 def show(result: Result, rank: int, target: float) -> None:
     "Print the table."
     rows = [(w.name, f'{w.trained:,}', f'{w.seconds:.1f}', f'{w.new:.1%}', f'{w.old:.1%}',
              verdict(w.new, target) if w.name == 'adapters' else '') for w in result.ways]
-    print(table(('trained', 'numbers', 'seconds', 'unseen 5-9', 'unseen 0-4',
+    print(table(('network', 'trained', 'seconds', 'unseen 5-9', 'unseen 0-4',
                  f'target {target:.1%}'), *rows))
     print(f'adapters of rank {rank} on w1 and w2, dropout {DROPOUT}; biases frozen')
     print(f'merged into the weights, they read {result.alike} of {result.unseen} digits '
