@@ -164,6 +164,27 @@ def test_a7_state_dict_named_round_trip():
     assert np.array_equal(w.numpy(), dst.numpy())
 
 
+def test_a8_lora_zero_delta_eval_and_merge():
+    import numpy as np
+
+    import fucina
+    from fucina import lora, rng
+
+    adapter = lora.Adapter("in", "out", 8, 4, rank=2, alpha=4, seed=42)
+    x = fucina.constant(rng.uniform_fill(1, np.empty((2, 8), np.float32), -1, 1), "batch in")
+    w = fucina.constant(rng.uniform_fill(2, np.empty((4, 8), np.float32), -1, 1), "out in")
+
+    base = x.dot(w, "in")                          # the frozen path
+    y0 = adapter.apply(x, base)                    # no dropout seed = eval; no scope needed, no backward follows
+    assert np.array_equal(base.numpy(), y0.numpy())          # B is zero: bitwise the base
+
+    rng.uniform_fill(3, adapter.b.value, -0.5, 0.5)          # stand-in for training
+    y1 = adapter.apply(x, base)
+    adapter.merge_into(w)                          # w += (alpha/rank)·B·A, in place
+    y2 = x.dot(w, "in")
+    np.testing.assert_allclose(y1.numpy(), y2.numpy(), rtol=0, atol=1e-4)   # orders differ, not bitwise
+
+
 def test_b1_named_contraction_reduction_gradient():
     import fucina
 
@@ -186,8 +207,17 @@ def test_b2_what_a_scope_guarantees():
     with pytest.raises(fucina.UseAfterScopeError): y.item()
 
 
-def test_b3_activation_checkpointing():
+def test_b3_lora_scope_rule_and_activation_checkpointing():
+    import numpy as np
+    import pytest
+
     import fucina
+    from fucina import lora
+
+    ad = lora.Adapter("in", "out", 4, 3, rank=2, alpha=4, seed=1)
+    x = fucina.constant(np.ones((2, 4), np.float32), "batch in")
+    with pytest.raises(fucina.ExecScopeRequiredError): ad.delta(x).sum_all().backward()
+    with fucina.exec_scope(): ad.delta(x, dropout_seed=5).sum_all().backward()
 
     block = lambda x, w: x.dot(w, "in").tanh()
     x = fucina.variable([[1, 2]], "batch in"); w = fucina.variable([[0.5, -0.25]], "out in")

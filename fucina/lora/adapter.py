@@ -186,13 +186,13 @@ class Merging(Weights):
             f'merge_into takes a frozen weight, and {w._describe()} is part of a graph')
         self._add_to(w.data())
 
-# %% ../../nbs/12_lora.ipynb #4424ea0a
+# %% ../../nbs/12_lora.ipynb #03e36fbf
 class Merging16(Merging):
     "The same for weights in 16 bits."
 
     def _merged(self, w: Tensor, dtype: str) -> Tensor:
         self._check_weight(w, dtype)
-        values = widen(np.ascontiguousarray(w._live('merge')), dtype)
+        values = widen(w._live('merge'), dtype)
         self._add_to(values)
         return Tensor._make(narrow(values, dtype), w.tags, dtype)
 
@@ -258,7 +258,7 @@ class Parts(Parameters):
         other.a, other.b = a, b
         return other
 
-# %% ../../nbs/12_lora.ipynb #1790991c
+# %% ../../nbs/12_lora.ipynb #e880b812
 class Adapter(Parts):
     "A correction of low rank to a frozen weight (Hu et al. 2022)."
 
@@ -270,7 +270,7 @@ class Adapter(Parts):
                    dropout_p=config.dropout_p, seed=seed)
 
     def __repr__(self) -> str:
-        dropout = f', dropout {self.dropout_p}' if self.dropout_p else ''
+        dropout = f', dropout {self.dropout_p!s}' if self.dropout_p else ''
         return (f'Adapter({self.in_tag}={self.in_dim} -> {RANK_TAG}={self.rank} -> '
                 f'{self.out_tag}={self.out_dim}, scale {self.alpha:g}/{self.rank} = '
                 f'{self.scale:g}{dropout}, {self.a.size + self.b.size:,} parameters for '
