@@ -152,7 +152,8 @@ def measure(
     opt, pairs = row.make(), [(variable(np.zeros(s, f32), len(s)), gradient(s))
                               for s in shapes]
     for w, _ in pairs: opt.add_param(w)
-    turns = [lambda: row.call(opt)] + [idle(opt, row.read)] * (row.traffic > 0)
+    turns: list[Callable[[], object]] = [lambda: row.call(opt)]
+    if row.traffic: turns.append(idle(opt, row.read))
     for _ in range(WARM + steps):
         for w, g in pairs: w.set_grad(g)
         at = [time.perf_counter()]
