@@ -88,7 +88,7 @@ def _is(dtype: str, t: Any, what: str) -> Tensor:
     if t.dtype != dtype: raise DTypeError(f'{what} must be {dtype}: {t._describe()}')
     return t
 
-# %% ../../nbs/12_lora.ipynb #f037468a
+# %% ../../nbs/12_lora.ipynb #c78e0dab
 class Checked(Factors):
     "What an adapter demands of its operands."
 
@@ -101,14 +101,13 @@ class Checked(Factors):
             f'the adapter takes {self.in_tag}={self.in_dim}, got {x._describe()}')
 
     def _check_base(self, base: Any, x: Tensor) -> None:
-        wanted = {t: n for t, n in zip(x.tags, x.shape) if t != self.in_tag}
-        wanted[self.out_tag] = self.out_dim
-        shown = ', '.join(f'{t}={n}' for t, n in wanted.items())
-        _is('f32', base, 'the base')
-        for own, other, error in ((base.tags, tuple(wanted), TagError),
-                                  (base.shape, tuple(wanted.values()), ShapeMismatchError)):
-            if own != other:
-                raise error(f'the base must be [{shown}], got {base._describe()}')
+        k = x.axis(self.in_tag)
+        tags = x.tags[:k] + x.tags[k + 1:] + (self.out_tag,)
+        shape = x.shape[:k] + x.shape[k + 1:] + (self.out_dim,)
+        if _is('f32', base, 'the base').tags == tags and base.shape == shape: return
+        wanted = ', '.join(f'{t}={n}' for t, n in zip(tags, shape))
+        error = ShapeMismatchError if base.tags == tags else TagError
+        raise error(f'the base must be [{wanted}], got {base._describe()}')
 
 # %% ../../nbs/12_lora.ipynb #84cfea02
 def _marked(t: Tensor, op: str) -> Tensor:
@@ -119,9 +118,14 @@ def _marked(t: Tensor, op: str) -> Tensor:
         if thread_state().scope is None: node.flags |= IN_SCOPE
     return t
 
-# %% ../../nbs/12_lora.ipynb #4d792be4
+# %% ../../nbs/12_lora.ipynb #a6f8d10d
 class Forward(Checked):
     "What an adapter adds to a product."
+
+    def _chain(self, x: Tensor, dropout_seed: int | None) -> Tensor:
+        if dropout_seed is not None:
+            x = x.dropout(float(self.dropout_p), index(dropout_seed))
+        return x.dot(self.a, self.in_tag).dot(self.b, RANK_TAG).scale(float(self.scale))
 
     def delta(self,
         x: Tensor,  # f32, has the input's axis
@@ -129,10 +133,7 @@ class Forward(Checked):
     ) -> Tensor:  # axes of x without the input's, then the output's
         "The correction alone."
         self._check_input(x)
-        if dropout_seed is not None:
-            x = x.dropout(float(self.dropout_p), index(dropout_seed))
-        y = x.dot(self.a, self.in_tag).dot(self.b, RANK_TAG)
-        return _marked(y.scale(float(self.scale)), 'adapter.delta')
+        return _marked(self._chain(x, dropout_seed), 'adapter.delta')
 
     def apply(self,
         x: Tensor,
@@ -142,9 +143,9 @@ class Forward(Checked):
         "The corrected output."
         self._check_input(x)
         self._check_base(base, x)
-        return _marked(base.add(self.delta(x, dropout_seed)), 'adapter.apply')
+        return _marked(base.add(self._chain(x, dropout_seed)), 'adapter.apply')
 
-# %% ../../nbs/12_lora.ipynb #a22cd3a7
+# %% ../../nbs/12_lora.ipynb #3d106243
 _MERGES = {'f32': 'merge_into', 'f16': 'merge_f16', 'bf16': 'merge_bf16'}
 
 class Weights(Forward):
@@ -160,11 +161,10 @@ class Weights(Forward):
             raise DTypeError(f'{call} takes {dtype}; for {w._describe()} there is '
                              f'{_MERGES[w.dtype]}')
         tags, shape = (self.out_tag, self.in_tag), (self.out_dim, self.in_dim)
+        if _is(dtype, w, 'a weight').tags == tags and w.shape == shape: return
         wanted = ', '.join(f'{t}={n}' for t, n in zip(tags, shape))
-        for own, other, error in ((_is(dtype, w, 'a weight').tags, tags, TagError),
-                                  (w.shape, shape, ShapeMismatchError)):
-            if own != other:
-                raise error(f'{call} takes [{wanted}], got {w._describe()}')
+        error = ShapeMismatchError if w.tags == tags else TagError
+        raise error(f'{call} takes [{wanted}], got {w._describe()}')
 
 # %% ../../nbs/12_lora.ipynb #4422904f
 class Merging(Weights):
