@@ -1,5 +1,7 @@
 """Evolution strategies: train whatever can be scored, without gradients."""
-from fucina.es import ternary
+from fucina.es import rewards, ternary
+from fucina.es.rewards import AnchorDecay, Config, NoiseScheme, RestoreMode, RewardNorm, Stats
 from fucina.es.ternary import BlockTQ2_0, TernaryMatrix
 
-__all__ = ['BlockTQ2_0', 'TernaryMatrix', 'ternary']
+__all__ = ['AnchorDecay', 'BlockTQ2_0', 'Config', 'NoiseScheme', 'RestoreMode', 'RewardNorm',
+           'Stats', 'TernaryMatrix', 'rewards', 'ternary']
