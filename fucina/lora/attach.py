@@ -10,7 +10,6 @@ __all__ = ['DROPOUT', 'Change', 'CHECKED', 'Weight', 'Sum', 'Adapted', 'Place', 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from fnmatch import fnmatchcase
 from functools import partial
 from operator import index
@@ -93,9 +92,7 @@ class Adapted(Sum):
         return self.adapter.parameters(), partial(self._of, seed=self._mask())
 
     def _of(self, a: Tensor, b: Tensor, seed: int | None) -> 'Adapted':
-        adapter = copy(self.adapter)
-        adapter.a, adapter.b = a, b
-        return Adapted(self.name, self.base, adapter, lambda: seed)
+        return Adapted(self.name, self.base, self.adapter._over(a, b), lambda: seed)
 
 # %% ../../nbs/12a_attach.ipynb #cf9cdbc3
 class Place(NamedTuple):
