@@ -1,136 +1,53 @@
-"""APOLLO: golden runs, anchors, an independent formula, the reference, routing, memory."""
+"""APOLLO: BLAS runs, anchors, an independent formula, the reference, routing, memory.
+
+The golden runs in pinned mode, resumed and on several threads, are in test_frames.py.
+"""
 import copy
 import io
-import json
 import os
 import subprocess
 import sys
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import (APOLLO, THREADS, bits, fresh, golden_cases, golden_steps, hexa, load, noise,
+                        same, saved, variable)
 from references import apollo_torch
 
 import fucina
 from fucina import optim
 from fucina.errors import DuplicateParamError, GradShapeMismatchError, InvalidConfigError
 from fucina.exec import ExecContext
-from fucina.kernels import set_workers, sum_squares
-from fucina.optim import apollo, param
+from fucina.kernels import sum_squares
 from fucina.optim.apollo import Apollo, ApolloConfig, ApolloScaleType
 from fucina.optim.moments import power
 from fucina.rng import gaussian_fill, uniform_fill
 
 f32, f64 = np.float32, np.float64
-GOLDENS = Path(__file__).parent / 'goldens'
-SHAPES = {'wide': (5, 7), 'tall': (33, 8), 'vec': (9,), 'conv': (3, 2, 4)}
-THREADS = 1, 2, 3, 7
+# -- golden runs with BLAS --------------------------------------------------------------------
 
-
-def bits(a):
-    a = np.asarray(a)
-    return a.reshape(-1).view({2: np.uint16, 4: np.uint32}[a.dtype.itemsize])
-
-
-def hexa(a): return ' '.join(f'{b:08x}' for b in bits(a))
-
-
-def variable(values, dtype='f32'):
-    values = np.asarray(values)
-    if dtype == 'f32': return fucina.variable(values, values.ndim)
-    return fucina.from_bits(values.view(np.uint16), values.ndim, dtype, requires_grad=True)
-
-
-def saved(opt):
-    stream = io.BytesIO()
-    opt.save_state(stream)
-    return stream.getvalue()
-
-
-def load(opt, raw): opt.load_state(io.BytesIO(raw))
-
-
-def noise(seed, shape): return gaussian_fill(seed, np.empty(shape, f32), 1.0)
-
-
-@pytest.fixture(params=THREADS)
-def threads(request, monkeypatch):
-    "Several threads even for a small case: any size is large enough, every channel is a portion."
-    for module in (param, apollo): monkeypatch.setattr(module, 'LEAST', 1)
-    for name in ('SHARE', 'STRIP'): monkeypatch.setattr(apollo, name, 1)
-    old = set_workers(request.param)
-    yield request.param
-    set_workers(old)
-
-
-@pytest.fixture
-def pinned():
-    with ExecContext(gemm='pinned') as context: yield context
-
-
-# -- golden runs ------------------------------------------------------------------------------
-
-D, INPUTS = np.load(GOLDENS / 'optim_apollo.npz'), np.load(GOLDENS / 'optim_inputs.npz')
-CASES = [key[:-7] for key in D.files if key.endswith('/config')]
-cases = pytest.mark.parametrize('case', CASES)
-
-
-def fresh(case, row=None):
-    "The optimizer of a case, with the parameters before the first step or after `row`."
-    c = json.loads(str(D[f'{case}/config']))
-    dtype, opt, params = c['param_dtype'], Apollo(**c['config']), {}
-    names = {'wide': 'w_wide', 'vec': 'b'} if c['named'] else {}
-    for k, s in SHAPES.items():
-        start = INPUTS[f'init_{dtype}/{k}'] if row is None else D[f'{case}/{k}'][row]
-        params[k] = variable(start.reshape(s), dtype)
-        add = opt.add_fallback_param if k == 'tall' and c['fallback_tall'] else opt.add_param
-        add(params[k], name=names.get(k))
-    return opt, params
-
-
-def replay(case, opt, params, steps, check):
-    for t in steps:
-        for k, s in SHAPES.items():
-            if k in ('vec', 'tall') and not INPUTS[f'has_grad/{k}'][t]: continue
-            params[k].set_grad(INPUTS[f'grad/{k}'][t].reshape(s))
-        opt.step()
-        opt.zero_grad()
-        for k, p in params.items(): check(k, p, D[f'{case}/{k}'][t])
-        if t in (3, 6): check('state', opt, D[f'{case}/state_after_step{t + 1}'])
-
-
-def exact(name, found, expected):
-    if name == 'state': assert saved(found) == expected.tobytes()
-    else: assert np.array_equal(bits(found.value), bits(expected)), name
+CASES = golden_cases(APOLLO)
 
 
 def close(name, found, expected):
-    if name == 'state': return
     if found.dtype == 'f32': assert abs(found.numpy().reshape(-1) - expected).max() <= 1e-5
     else:
         other = fucina.from_bits(expected.view(np.uint16), 1, found.dtype).to('f32').numpy()
         assert np.allclose(found.to('f32').numpy().reshape(-1), other, rtol=2**-7, atol=1e-5)
-    if name in ('vec', 'conv'): exact(name, found, expected)
+    if name in ('vec', 'conv'): assert np.array_equal(bits(found.value), bits(expected)), name
 
 
 def test_there_are_nine_cases(): assert len(CASES) == 9
 
 
-@cases
-def test_golden_case(case, threads, pinned):
-    set_workers(threads)
-    opt, params = fresh(case)
-    replay(case, opt, params, range(7), exact)
-    opt, params = fresh(case, 3)
-    load(opt, D[f'{case}/state_after_step4'].tobytes())
-    replay(case, opt, params, range(4, 7), exact)
-
-
-@cases
-def test_golden_case_by_blas(case): replay(case, *fresh(case), range(7), close)
+@pytest.mark.parametrize('case', CASES)
+def test_golden_case_by_blas(case):
+    opt, params, c = fresh(APOLLO, case)
+    for t in golden_steps(opt, params, c):
+        for k, p in params.items(): close(k, p, APOLLO[f'{case}/{k}'][t])
 
 
 # -- anchors ----------------------------------------------------------------------------------
@@ -285,13 +202,6 @@ class Formula:
         self.p = s + decay * s
 
 
-def same(a, b):
-    "Equal bits, except that any NaN equals any NaN."
-    a, b = np.asarray(a, f32).ravel(), np.asarray(b, f32).ravel()
-    nan = np.isnan(a) & np.isnan(b)
-    return np.array_equal(bits(np.where(nan, f32(0), a)), bits(np.where(nan, f32(0), b)))
-
-
 def follow(opt, shapes, gradients):
     "Step the optimizer and the formula side by side."
     starts = [uniform_fill(k, np.empty(s, f32), -1, 1) for k, s in enumerate(shapes)]
@@ -316,8 +226,7 @@ ODD = [(1, 1), (1, 6), (6, 1), (5, 5), (4, 7), (7, 4), (2, 40), (40, 2)]
 
 
 @pytest.mark.parametrize('fields', SETTINGS.values(), ids=SETTINGS)
-def test_every_shape_follows_the_formula(fields, threads, pinned):
-    set_workers(threads)
+def test_every_shape_follows_the_formula(fields, pinned, threads):
     opt = Apollo(**dict(dict(lr=0.1, rank=3, update_proj_gap=2), **fields))
     follow(opt, ODD, [[noise(10 * t + k, s) for k, s in enumerate(ODD)] for t in range(5)])
 

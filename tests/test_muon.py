@@ -4,82 +4,31 @@ The golden runs in pinned mode, resumed and on several threads, are in test_fram
 """
 import copy
 import io
-import json
 import os
 import subprocess
 import sys
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import (MISC, MUON, at_any_number_of_threads, bits, fresh, golden_cases,
+                        golden_steps, hexa, noise, same, saved)
 
 import fucina
 from fucina import optim
 from fucina.errors import (DTypeError, DuplicateParamError, GradShapeMismatchError,
                            InvalidConfigError, InvalidShapeError)
 from fucina.exec import ExecContext
-from fucina.kernels import set_workers, sum_squares
-from fucina.optim import AdamWConfig, Muon, MuonConfig, MuonScale, muon, newton_schulz5, param
-from fucina.rng import gaussian_fill, uniform_fill
+from fucina.kernels import sum_squares
+from fucina.optim import AdamWConfig, Muon, MuonConfig, MuonScale, muon, newton_schulz5
+from fucina.rng import uniform_fill
 
 f32, f64 = np.float32, np.float64
-GOLDENS = Path(__file__).parent / 'goldens'
-SHAPES = {'wide': (5, 7), 'tall': (33, 8), 'vec': (9,), 'conv': (3, 2, 4)}
-THREADS = 1, 2, 3, 7
-MISC = np.load(GOLDENS / 'optim_misc.npz')
-
-
-def bits(a):
-    a = np.asarray(a)
-    return a.reshape(-1).view({2: np.uint16, 4: np.uint32}[a.dtype.itemsize])
-
-
-def hexa(a): return ' '.join(f'{b:0{2 * np.asarray(a).itemsize}x}' for b in bits(a))
-
-
-def same(a, b):
-    "Equal bits, except that any NaN equals any NaN."
-    nan = np.isnan(a) & np.isnan(b)
-    return np.array_equal(bits(np.where(nan, f32(0), a)), bits(np.where(nan, f32(0), b)))
-
-
-def variable(values, dtype='f32'):
-    values = np.asarray(values)
-    if dtype == 'f32': return fucina.variable(values, values.ndim)
-    return fucina.from_bits(values.view(np.uint16), values.ndim, dtype, requires_grad=True)
-
-
-def saved(opt):
-    stream = io.BytesIO()
-    opt.save_state(stream)
-    return stream.getvalue()
-
-
-def noise(seed, shape): return gaussian_fill(seed, np.empty(shape, f32), 1.0)
-
-
-@pytest.fixture(params=THREADS)
-def threads(request, monkeypatch):
-    "Several threads even for a small case: any size is large enough, portions are small."
-    for module in (param, muon): monkeypatch.setattr(module, 'LEAST', 1)
-    monkeypatch.setattr(param, 'CHUNK', 16)
-    old = set_workers(request.param)
-    yield request.param
-    set_workers(old)
-
-
-@pytest.fixture
-def pinned():
-    with ExecContext(gemm='pinned') as context: yield context
-
-
 # -- golden runs with BLAS --------------------------------------------------------------------
 
-D, INPUTS = np.load(GOLDENS / 'optim_muon.npz'), np.load(GOLDENS / 'optim_inputs.npz')
-CASES = [key[:-7] for key in D.files if key.endswith('/config')]
+CASES = golden_cases(MUON)
 
 
 def floats(values, dtype):
@@ -87,38 +36,20 @@ def floats(values, dtype):
     return fucina.from_bits(values.view(np.uint16), 1, dtype).to('f32').numpy()
 
 
-def fresh(case):
-    "The optimizer of a case, and its parameters before the first step."
-    c = json.loads(str(D[f'{case}/config']))
-    c['config']['fallback'] = AdamWConfig(**c['config']['fallback'])
-    opt, params = Muon(**c['config']), {}
-    for k, s in SHAPES.items():
-        params[k] = variable(INPUTS[f'init_{c["param_dtype"]}/{k}'].reshape(s), c['param_dtype'])
-        aside = k == 'tall' and c['fallback_tall']
-        name = {'wide': 'w_wide', 'vec': 'b'}.get(k) if c['named'] else None
-        (opt.add_fallback_param if aside else opt.add_param)(params[k], name)
-    return opt, params, c
-
-
 @pytest.mark.parametrize('case', CASES)
 def test_golden_case_with_blas(case):
-    opt, params, c = fresh(case)
+    opt, params, c = fresh(MUON, case)
     dtype = c['param_dtype']
     ulp = 0 if dtype == 'f32' else 2.0**-7  # a step of the 16-bit format, relative
-    for t in range(7):
-        for k, s in SHAPES.items():
-            if INPUTS[f'has_grad/{k}'][t]: params[k].set_grad(INPUTS[f'grad/{k}'][t].reshape(s))
-        if c['clip_max_norm'] is not None: opt.clip_grad_norm(c['clip_max_norm'])
-        opt.step()
-        opt.zero_grad()
+    for t in golden_steps(opt, params, c):
         for k, p in params.items():
-            expected = D[f'{case}/{k}'][t]
+            expected = MUON[f'{case}/{k}'][t]
             if any(slot.param.tensor is p for slot in opt.fallback.slots):
                 assert np.array_equal(bits(p.value), bits(expected))
             found = floats(p.value.reshape(-1), dtype)
             assert np.allclose(found, floats(expected, dtype), rtol=ulp, atol=1e-6)
-    other, _, _ = fresh(case)
-    other.load_state(io.BytesIO(D[f'{case}/state_after_step7'].tobytes()))
+    other, _, _ = fresh(MUON, case)
+    other.load_state(io.BytesIO(MUON[f'{case}/state_after_step7'].tobytes()))
     for slot, golden in zip(opt.slots, other.slots):  # no product enters the momentum
         assert np.array_equal(slot.momentum, golden.momentum)
         assert np.allclose(slot.param.master, golden.param.master, rtol=0, atol=2e-6)
@@ -197,13 +128,11 @@ def test_newton_schulz_is_the_contract_in_every_layout(shape, pinned):
 @pytest.mark.parametrize('gemm', ['blas', 'pinned'])
 @pytest.mark.parametrize('shape', [(400, 390), (1200, 130), (130, 1200)])
 def test_large_newton_schulz(shape, gemm):
-    found, u = [], noise(3, shape)
-    for workers in THREADS:
-        old = set_workers(workers)
-        with ExecContext(gemm=gemm): found.append(newton_schulz5(u, 3))
-        set_workers(old)
-    assert all(np.array_equal(bits(a), bits(found[0])) for a in found[1:])
-    assert abs(found[0] - by_definition(u, 3)).max() < 1e-5
+    u = noise(3, shape)
+    def run():
+        with ExecContext(gemm=gemm): return newton_schulz5(u, 3).tobytes()
+    found = np.frombuffer(at_any_number_of_threads(run), f32).reshape(shape)
+    assert abs(found - by_definition(u, 3)).max() < 1e-5
 
 
 def test_tall_is_wide_on_its_side(pinned):

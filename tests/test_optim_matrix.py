@@ -1,11 +1,11 @@
 """Every optimizer in every storage: resume, threads, gradients of all kinds. A new one adds a row."""
 import copy
 import gc
-import io
 from functools import partial
 
 import numpy as np
 import pytest
+from optimizers import at_any_number_of_threads, load, saved, variable
 
 import fucina
 from fucina import optim
@@ -49,14 +49,9 @@ def build(kind, fields, dtype='f32', shapes=SHAPES, values=None):
     for k, (name, shape) in enumerate(shapes.items()):
         start = uniform_fill(k, np.empty(shape, f32), -1, 1) if values is None else values[name]
         ts[name] = fucina.variable(start, len(shape), dtype=dtype) if values is None else \
-            copy_of(start, dtype)
+            variable(start, dtype)
         opt.add_param(ts[name], name=name if k % 2 else None)
     return opt, ts
-
-
-def copy_of(bits, dtype):
-    if dtype == 'f32': return fucina.variable(bits, bits.ndim)
-    return fucina.from_bits(bits.view(np.uint16), bits.ndim, dtype, requires_grad=True)
 
 
 def give(ts, t, skip=()):
@@ -75,9 +70,14 @@ def run(opt, ts, steps, skip=(), limit=3.0):
 
 def bits_of(opt, ts):
     "All bits: parameters, masters, state."
-    stream = io.BytesIO()
-    opt.save_state(stream)
-    return [p.value.tobytes() for p in ts.values()], stream.getvalue()
+    return [p.value.tobytes() for p in ts.values()], saved(opt)
+
+
+def outcome(kind, fields, dtype, shapes, steps, limit=3.0):
+    "All bits after some steps."
+    opt, ts = build(kind, fields, dtype, shapes)
+    run(opt, ts, range(steps), limit=limit)
+    return bits_of(opt, ts)
 
 
 @every
@@ -86,13 +86,11 @@ def test_resume_half_way_ends_on_the_same_bits(kind, fields, dtype):
     late = {(0, 'wide'), (1, 'wide'), (2, 'vector'), (4, 'row')}  # wide gets its first gradient late
     opt, ts = build(kind, fields, dtype)
     run(opt, ts, range(4), late)
-    values, stream = {k: p.value.copy() for k, p in ts.items()}, io.BytesIO()
-    opt.save_state(stream)
+    values, raw = {k: p.value.copy() for k, p in ts.items()}, saved(opt)
     run(opt, ts, range(4, 8), late)
 
     resumed, again = build(kind, fields, dtype, values=values)
-    stream.seek(0)
-    resumed.load_state(stream)
+    load(resumed, raw)
     run(resumed, again, range(4, 8), late)
     assert bits_of(resumed, again) == bits_of(opt, ts)
     assert [p.value.tobytes() for p in ts.values()] != [v.tobytes() for v in values.values()]
@@ -102,38 +100,24 @@ def test_resume_half_way_ends_on_the_same_bits(kind, fields, dtype):
 @dtypes
 def test_threads_change_no_bit(kind, fields, dtype, monkeypatch):
     monkeypatch.setattr(param, 'LEAST', 1)
-    found = []
-    for workers in (1, 2, 3, 7):
-        old = set_workers(workers)
-        opt, ts = build(kind, fields, dtype, dict(SHAPES, large=(300, 130)))
-        run(opt, ts, range(3))
-        set_workers(old)
-        found.append(bits_of(opt, ts))
-    assert found[1:] == found[:-1]
+    at_any_number_of_threads(
+        lambda: outcome(kind, fields, dtype, dict(SHAPES, large=(300, 130)), 3))
 
 
 @every
 def test_large_parameters_and_threads(kind, fields):
     "A size at which the team is woken without any help."
-    found, shapes = [], {'flat': (2**17 + 5,), 'matrix': (1031, 130)}
+    shapes = {'flat': (2**17 + 5,), 'matrix': (1031, 130)}
     if kind == 'Muon': shapes['matrix'] = (2**15 + 9, 4)
-    for workers in (1, 2, 3, 7):
-        old = set_workers(workers)
-        opt, ts = build(kind, fields, 'f32', shapes)
-        run(opt, ts, range(2))
-        set_workers(old)
-        found.append(bits_of(opt, ts))
-    assert found[1:] == found[:-1]
+    at_any_number_of_threads(lambda: outcome(kind, fields, 'f32', shapes, 2))
 
 
 @every
-def test_plain_addresses(kind, fields):
+def test_plain_addresses(kind, fields, only_new_garbage):
     """Gradients held, replaced, freed and made anew, other threads, garbage collected between steps:
     the same bits as a run in which nothing of the kind happens."""
     shapes = {'vector': (9,), 'wide': (5, 7), 'large': (400, 90)}
-    opt, ts = build(kind, fields, 'f32', shapes)
-    run(opt, ts, range(12), limit=np.inf)
-    plain = bits_of(opt, ts)
+    plain = outcome(kind, fields, 'f32', shapes, 12, np.inf)
 
     opt, ts = build(kind, fields, 'f32', shapes)
     held, rng = [], np.random.default_rng(0)

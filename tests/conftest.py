@@ -1,0 +1,32 @@
+"""Fixtures of several test files."""
+import gc
+
+import pytest
+from optimizers import THREADS
+
+from fucina.exec import ExecContext
+from fucina.kernels import set_workers
+from fucina.optim import apollo, muon, param
+
+
+@pytest.fixture
+def pinned():
+    with ExecContext(gemm='pinned') as context: yield context
+
+
+@pytest.fixture(params=THREADS)
+def threads(request, monkeypatch):
+    "Several threads for a small optimizer: any size is large enough, portions are small."
+    for module in (param, muon, apollo): monkeypatch.setattr(module, 'LEAST', 1)
+    for name in ('SHARE', 'STRIP'): monkeypatch.setattr(apollo, name, 1)
+    old = set_workers(request.param)
+    yield request.param
+    set_workers(old)
+
+
+@pytest.fixture
+def only_new_garbage():
+    "A collection looks at what the test makes, not at all that is imported: a hundred times faster."
+    gc.freeze()
+    yield
+    gc.unfreeze()
