@@ -39,7 +39,7 @@ _OURS = re.compile(r'layers\.(0|[1-9][0-9]*)\.([a-z]+)')
 _THEIRS = re.compile(r'model\.layers\.(0|[1-9][0-9]*)\.([a-z_.]+)')
 _SHORT = {module: target for target, (module, *_) in TARGETS.items()}
 
-# %% ../../nbs/12b_peft.ipynb #06a7c5c8
+# %% ../../nbs/12b_peft.ipynb #57e22483
 Names = Mapping[str, str] | None  # our name: module in PyTorch; None: Qwen3 and Llama
 
 def _module(name: str, names: Names) -> str:
@@ -60,6 +60,7 @@ def _name(module: str, known: Names) -> str:  # known: module: our name
     raise PeftUnsupportedError(f'no name is known for module {shown(module)}; pass '
                                'names={name: module}')
 
+# %% ../../nbs/12b_peft.ipynb #64191889
 def _turned(names: Names) -> Names:
     "Our name by module."
     known = None if names is None else {theirs: ours for ours, theirs in names.items()}
@@ -140,7 +141,7 @@ def export_peft(
     write_atomic(os.path.join(folder, CONFIG_FILE), lambda f: f.write(config),
                  durable=durable)
 
-# %% ../../nbs/12b_peft.ipynb #d03c15f4
+# %% ../../nbs/12b_peft.ipynb #2d8ef43c
 _READ = {'peft_type', 'base_model_name_or_path', 'r', 'lora_alpha', 'lora_dropout',
          'use_rslora', 'rank_pattern', 'alpha_pattern', 'bias', 'init_lora_weights'}
 _OF_TRAINING = {  # they chose modules and first values; the tensors show the outcome
@@ -148,7 +149,7 @@ _OF_TRAINING = {  # they chose modules and first values; the tensors show the ou
     'inference_mode', 'task_type', 'auto_mapping', 'peft_version', 'revision',
     'qalora_group_size', 'megatron_core', 'eva_config'}
 _OFF = None, False, [], {}
-_STARTS = None, True, False, 'gaussian', 'eva', 'orthogonal'  # the others change the base
+_STARTS = None, True, False, 'gaussian', 'eva', 'orthogonal'  # most others change the base
 
 def _refuse_variants(config: dict[str, Any]) -> None:
     "PeftUnsupportedError if the formula is not ours."
@@ -157,9 +158,9 @@ def _refuse_variants(config: dict[str, Any]) -> None:
     start = config.get('init_lora_weights')
     if not any(start is s or type(s) is str and start == s for s in _STARTS):
         raise _refusal(config, 'init_lora_weights')
-    for key in config.keys() - _READ - _OF_TRAINING:
-        if not any(type(config[key]) is type(off) and config[key] == off for off in _OFF):
-            raise _refusal(config, key)
+    for key, value in config.items():
+        off = any(type(value) is type(off) and value == off for off in _OFF)
+        if not off and key not in _READ | _OF_TRAINING: raise _refusal(config, key)
 
 def _refusal(config: dict[str, Any], key: str) -> PeftUnsupportedError:
     return PeftUnsupportedError(f'{shown(key)}: {shown(config.get(key))} is not supported')
@@ -290,7 +291,7 @@ class PeftAdapters(dict[str, Adapter]):
         super().__init__(adapters)
         self.base_model = base_model  # the model that was adapted, if the directory says
 
-# %% ../../nbs/12b_peft.ipynb #bb84d864
+# %% ../../nbs/12b_peft.ipynb #070d5489
 class _Found(NamedTuple):
     "An adapter of a directory."
     rank: int
@@ -311,6 +312,7 @@ class _Found(NamedTuple):
                 f'{shown(name)} has alpha {adapter.alpha:g}, in the directory '
                 f'{self.alpha:g}')
 
+# %% ../../nbs/12b_peft.ipynb #2f15396d
 def _pairs(file: File, settings: Settings, names: Names) -> dict[str, _Found]:
     "The adapters of a file."
     found, known = {}, _turned(names)
