@@ -4,19 +4,24 @@
 
 # %% auto #0
 __all__ = ['GENOME_STATE_FILE', 'at_least_one', 'flip_count', 'flip', 'undo', 'Election', 'strongest', 'update_count', 'elect',
-           'step', 'save_genome', 'load_genome']
+           'step', 'TernarySlot', 'Slots', 'Perturbed', 'Elected', 'TernarySlots', 'save_genome', 'load_genome']
 
-# %% ../../nbs/13aa_es_genome.ipynb #2e80ddb6
+# %% ../../nbs/13aa_es_genome.ipynb #57c37906
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import (CheckpointDtypeMismatchError, CheckpointMissingEntryError,
-                           CheckpointShapeMismatchError, CheckpointUnknownNameError,
-                           InvalidConfigError, ReadOnlyDataError)
-from .ternary import BLOCK, BYTES, block_bytes, check_genome, u8
+from ..errors import (CheckpointDtypeMismatchError, CheckpointDuplicateNameError,
+                           CheckpointMissingEntryError, CheckpointShapeMismatchError,
+                           CheckpointUnknownNameError, DuplicateParamError,
+                           InvalidConfigError, ReadOnlyDataError,
+                           ReplicaShapeMismatchError)
+from .rewards import (Config, leader_and_sign, ternary_member_seed,
+                               ternary_slot_stream_seed)
+from .ternary import (BLOCK, BYTES, Packed, block_bytes, check_codes, check_length,
+                               u8)
 from ..kernels import f32, i64, inline, kernel, u64
 from ..rng import word, _u64
 from ..safetensors import DType, File, TensorEntry, naming, save_file_atomic, shown
@@ -55,7 +60,7 @@ def _flip_at(stream, i, length):
     e = i64(word(stream, u64(2 * i)) % u64(length))
     return e, word(stream, u64(2 * i + 1)) & u64(1) == u64(1)
 
-# %% ../../nbs/13aa_es_genome.ipynb #5d14bce6
+# %% ../../nbs/13aa_es_genome.ipynb #8b47f25d
 @kernel
 def _flip(genome, stream, mirror, log):
     length = genome.size // BYTES * BLOCK
@@ -70,6 +75,7 @@ def _flip(genome, stream, mirror, log):
 def _undo(genome, log):
     for i in range(log.size):
         note = log[log.size - 1 - i]
+        if note < 0: continue  # not flipped yet
         byte, shift = _place(note >> 2)
         genome[byte] = u8(i64(genome[byte]) & ~(3 << shift) | (note & 3) << shift)
 
@@ -137,7 +143,7 @@ def strongest(
     order = np.lexsort((places, -np.abs(votes)))
     return Election(places[order], votes[order])
 
-# %% ../../nbs/13aa_es_genome.ipynb #15bd799d
+# %% ../../nbs/13aa_es_genome.ipynb #2be705cd
 def update_count(
     fraction: float,  # share of the trits that move in the first iteration
     decay: float,  # λ
@@ -147,6 +153,7 @@ def update_count(
     "How many trits move."
     return at_least_one(float(f32(fraction)) / (1 + float(f32(decay)) * iteration) * length)
 
+# %% ../../nbs/13aa_es_genome.ipynb #94b8a0b0
 def elect(
     length: int,  # trits in the genome
     streams: np.ndarray,  # uint64, seeds of the members' flips in this genome
@@ -167,6 +174,118 @@ def step(
     "Move the elected trits by one, towards the sign of their votes; rails hold."
     _step(_writable(blocks), *election)
 
+# %% ../../nbs/13aa_es_genome.ipynb #4a89e237
+class TernarySlot(NamedTuple):
+    "A registered genome; the memory is the caller's."
+    blocks: np.ndarray  # uint8, (blocks, 66)
+    name: str | None  # in files
+
+    @property
+    def length(self) -> int: return len(self.blocks) * BLOCK
+    @property
+    def address(self) -> int: return self.blocks.__array_interface__['data'][0]
+
+def _bytes_of(genome: Any) -> np.ndarray:
+    "The bytes of packed blocks, or of a matrix of them, to be written."
+    blocks = genome.blocks if isinstance(genome, Packed) else genome
+    return _writable(blocks).reshape(-1, BYTES)
+
+# %% ../../nbs/13aa_es_genome.ipynb #543a387b
+class Slots:
+    "Genomes in the order of registration."
+
+    def __init__(self):
+        self.slots: list[TernarySlot] = []
+        self.logs: list[np.ndarray] = []  # of the member that is applied
+
+    def __len__(self) -> int: return len(self.slots)
+
+    @property
+    def elements(self) -> int: return sum([s.length for s in self.slots])
+
+    def add(self,
+        genome: Any,  # packed blocks or a TernaryMatrix; shared
+        length: int | None = None,  # trits; None: as many as there are
+        name: str | None = None,
+    ) -> None:
+        "Register a genome; InvalidConfigError or DuplicateParamError."
+        new = TernarySlot(_bytes_of(genome), name)
+        check_length(new.blocks, new.length if length is None else length)
+        if new.address in [s.address for s in self.slots]: raise DuplicateParamError(
+            f'the genome {shown(name)} of {new.length} trits is registered already')
+        check_codes(new.blocks)
+        self.slots.append(new)
+
+# %% ../../nbs/13aa_es_genome.ipynb #29888c92
+class Perturbed(Slots):
+    "Genomes that become those of a member and return."
+
+    def _logs(self, c: Config) -> list[np.ndarray]:
+        return [np.full(flip_count(c.ternary_flip_rate, s.length), -1) for s in self.slots]
+
+    def _flip(self, genomes: list, logs: list, c: Config, iteration: int, member: int):
+        leader, sign = leader_and_sign(c, member)
+        seed = ternary_member_seed(c, iteration, leader)
+        for k, (a, log) in enumerate(zip(genomes, logs)):
+            flip(a, ternary_slot_stream_seed(seed, k), log, sign < 0)
+
+    def perturb(self, config: Config, iteration: int, member: int) -> None:
+        "Turn the genomes into those of a member."
+        self.logs, own = self._logs(config), [s.blocks for s in self.slots]
+        try: self._flip(own, self.logs, config, iteration, member)
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        "Take the member back; may be repeated."
+        for s, log in zip(self.slots, self.logs): undo(s.blocks, log)
+        self.logs = []
+
+# %% ../../nbs/13aa_es_genome.ipynb #e19d8fd3
+class Elected(Perturbed):
+    "Genomes that move by votes."
+
+    def elect(self, config: Config, iteration: int,
+        leaders: Sequence[int],  # members whose flips are made again
+        weights: np.ndarray,  # float32, what each of them weighs
+    ) -> list[Election]:  # one for each genome
+        "Who moves; changes nothing."
+        seeds = [ternary_member_seed(config, iteration, k) for k in leaders]
+        fraction, decay = config.ternary_update_fraction, config.ternary_update_decay
+        def one(k, s):
+            streams = [ternary_slot_stream_seed(seed, k) for seed in seeds]
+            return elect(s.length, np.array(streams, np.uint64), weights,
+                         flip_count(config.ternary_flip_rate, s.length),
+                         update_count(fraction, decay, iteration, s.length))
+        return [one(k, s) for k, s in enumerate(self.slots)]
+
+    def step(self, elections: list[Election]) -> None:
+        "Move the elected."
+        for s, election in zip(self.slots, elections): step(s.blocks, election)
+
+# %% ../../nbs/13aa_es_genome.ipynb #52505917
+class TernarySlots(Elected):
+    "The genomes of a trainer."
+
+    def materialize(self, config: Config, iteration: int, member: int,
+        dst: Sequence[Any],  # one genome for each of ours, overwritten
+    ) -> None:
+        "Write the genomes of a member elsewhere; ReplicaShapeMismatchError."
+        to, own = [_bytes_of(genome) for genome in dst], [s.blocks for s in self.slots]
+        if [len(a) for a in to] != [len(a) for a in own]: raise ReplicaShapeMismatchError(
+            f'genomes of {[*map(len, own)]} blocks, replicas of {[*map(len, to)]}')
+        logs = self._logs(config)
+        for a, b in zip(to, own): np.copyto(a, b)
+        self._flip(to, logs, config, iteration, member)
+
+    def by_name(self) -> dict[str, np.ndarray]:  # packed blocks
+        "The genomes as files name them; the k-th is `ternary{k}` if it has no name."
+        names = [s.name or f'ternary{k}' for k, s in enumerate(self.slots)]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice: raise CheckpointDuplicateNameError(f'two genomes are {shown(twice[0])}')
+        return {name: s.blocks for name, s in zip(names, self.slots)}
+
 # %% ../../nbs/13aa_es_genome.ipynb #1b28fefc
 GENOME_STATE_FILE = 'genome.safetensors'
 
@@ -182,7 +301,7 @@ def save_genome(
                      [TensorEntry(name, DType.U8, a.shape, a) for name, a in raw.items()],
                      durable=durable)
 
-# %% ../../nbs/13aa_es_genome.ipynb #ef1ead5d
+# %% ../../nbs/13aa_es_genome.ipynb #82484262
 def _stored(file: File, name: str, to: np.ndarray) -> np.ndarray:
     "The blocks of one genome in a file, checked against the live ones."
     t = file.maybe_tensor(name)
@@ -191,10 +310,12 @@ def _stored(file: File, name: str, to: np.ndarray) -> np.ndarray:
         f'genome {shown(name)} is stored as {t.dtype.string}, not as bytes')
     if t.shape != to.shape: raise CheckpointShapeMismatchError(
         f'genome {shown(name)}: {list(t.shape)} in the file, {list(to.shape)} here')
-    try: return check_genome(t.array, len(to) * BLOCK)
+    try: check_codes(t.array)
     except InvalidConfigError as e:
         raise InvalidConfigError(f'genome {shown(name)}: {e}') from None
+    return t.array
 
+# %% ../../nbs/13aa_es_genome.ipynb #7d814ca0
 def load_genome(
     dir_path: Folder,  # of a checkpoint
     genomes: Mapping[str, np.ndarray],  # packed trits by name, overwritten

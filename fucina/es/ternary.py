@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BlockTQ2_0', 'BLOCK', 'BYTES', 'u8', 'i8', 'i16', 'MAGNITUDE', 'SHIFTS', 'BlockQ8_K', 'LARGEST', 'ROUND', 'LANES',
-           'COLUMNS', 'block_bytes', 'trits', 'encode', 'decode', 'absmean', 'Packed', 'check_genome', 'Frozen',
-           'quantize', 'lane_sums', 'multiply', 'Rounded', 'TernaryMatrix']
+           'COLUMNS', 'block_bytes', 'trits', 'encode', 'decode', 'absmean', 'check_length', 'check_codes', 'Packed',
+           'Sized', 'Frozen', 'quantize', 'lane_sums', 'multiply', 'Rounded', 'TernaryMatrix']
 
 # %% ../../nbs/13a_es_ternary.ipynb #efa09881
 from collections.abc import Callable, Sequence
@@ -140,7 +140,27 @@ def absmean(
     "The mean size of the elements, a scale for all blocks (Ma et al. 2024)."
     return max(f32(_sizes(np.ascontiguousarray(x).reshape(-1)) / x.size), f32(1e-5))
 
-# %% ../../nbs/13a_es_ternary.ipynb #8c21e3c6
+# %% ../../nbs/13a_es_ternary.ipynb #f98acba1
+def check_length(
+    raw: np.ndarray,  # the bytes of blocks
+    length: int,  # how many trits they should hold
+) -> None:
+    "InvalidConfigError if blocks do not hold so many trits."
+    if index(length) < 1 or length % BLOCK: raise InvalidConfigError(
+        f'a genome has a positive multiple of {BLOCK} trits, got {length}')
+    if len(raw) != length // BLOCK: raise InvalidConfigError(
+        f'{length} trits are {length // BLOCK} blocks, got {len(raw)}')
+
+def check_codes(
+    raw: np.ndarray,  # the bytes of blocks
+) -> None:
+    "InvalidConfigError if a code is 3."
+    for k in range(0, len(raw), CHUNK):
+        qs = raw[k:k + CHUNK, :64]
+        bad = np.flatnonzero((qs & qs >> u8(1) & u8(0x55)).any(1))
+        if bad.size: raise InvalidConfigError(f'block {k + bad[0]} holds code 3, no trit')
+
+# %% ../../nbs/13a_es_ternary.ipynb #3603ed75
 class Packed:
     "Packed trits with two named axes."
 
@@ -155,10 +175,17 @@ class Packed:
         if len(self.tags) != 2 or len(self.shape) != 2: raise TagError(
             f'a ternary matrix has two axes, got tags {self.tags}, shape {self.shape}')
         check_shape(self.shape, self.tags)
-        check_genome(blocks, self.shape[0] * self.shape[1])
         if self.shape[1] % BLOCK: raise InvalidQuantizedLengthError(
             f'rows of {self.shape[1]} are no whole number of blocks of {BLOCK}')
+        check_length(block_bytes(blocks), self.shape[0] * self.shape[1])
+        check_codes(block_bytes(blocks))
         self.blocks = blocks
+
+# %% ../../nbs/13a_es_ternary.ipynb #93a1af07
+class Sized(Packed):
+    "How large it is."
+
+    __slots__ = ()
 
     @property
     def dtype(self) -> str: return 'tq2_0'
@@ -167,25 +194,11 @@ class Packed:
     @property
     def nbytes(self) -> int: return self.blocks.nbytes
 
-# %% ../../nbs/13a_es_ternary.ipynb #7ea418dd
-def check_genome(
-    blocks: np.ndarray,  # packed
-    length: int,  # how many trits they should hold
-) -> np.ndarray:  # uint8, (blocks, 66); the same memory
-    "Check that blocks hold so many trits, and nothing else; InvalidConfigError."
-    raw, length = block_bytes(blocks), index(length)
-    if length < 1 or length % BLOCK: raise InvalidConfigError(
-        f'a genome has a positive multiple of {BLOCK} trits, got {length}')
-    if len(raw) != length // BLOCK: raise InvalidConfigError(
-        f'{length} trits are {length // BLOCK} blocks, got {len(raw)}')
-    for k in range(0, len(raw), CHUNK):
-        qs = raw[k:k + CHUNK, :64]
-        bad = np.flatnonzero((qs & qs >> u8(1) & u8(0x55)).any(1))
-        if bad.size: raise InvalidConfigError(f'block {k + bad[0]} holds code 3, no trit')
-    return raw
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}{describe(self)} {self.nbytes:,} bytes'
 
-# %% ../../nbs/13a_es_ternary.ipynb #2a31e728
-class Frozen(Packed):
+# %% ../../nbs/13a_es_ternary.ipynb #bd478dd9
+class Frozen(Sized):
     "What a product and a lookup ask of a frozen matrix."
 
     __slots__ = ()
@@ -205,10 +218,8 @@ class Frozen(Packed):
             f'out has shape {out.shape}, the matrix {self.shape}')
         return decode(self.blocks, np.empty(self.shape, f32) if out is None else out)
 
-    def to(self,
-        dtype: str,  # 'f32', 'f16' or 'bf16'
-    ) -> Tensor:
-        "A constant of the same values."
+    def to(self, dtype: str) -> Tensor:
+        "A constant of the same values: 'f32', 'f16' or 'bf16'."
         w = constant(self.widen(), self.tags, copy=False)
         return w if dtype == 'f32' else w.to(dtype)
 
@@ -228,7 +239,7 @@ def _eight(y):
     "The nearest integer, ties to even, for |y| below 2^15."
     return i16(f32(y + ROUND).view(i32))
 
-# %% ../../nbs/13a_es_ternary.ipynb #ec246ea2
+# %% ../../nbs/13a_es_ternary.ipynb #82df15c0
 @kernel
 def _quantize(x, out):
     "Rows of 256 into blocks of 292 bytes."
@@ -240,11 +251,12 @@ def _quantize(x, out):
         out[b][:4].view(f32)[0] = d
         for i in range(v.size): qs[i] = i8(_eight(v[i] * steps)) if steps != 0 else i8(0)
         sums = out[b][260:].view(i16)
-        for g in range(16):
-            total = i16(0)
-            for i in range(16): total = i16(total + i16(qs[16 * g + i]))
-            sums[g] = total
+        for g in range(sums.size):
+            part, total = qs[16 * g:16 * g + 16], i32(0)
+            for i in range(part.size): total += i32(part[i])
+            sums[g] = i16(total)
 
+# %% ../../nbs/13a_es_ternary.ipynb #19333676
 def quantize(
     x: np.ndarray,  # float32, last axis a multiple of 256
 ) -> np.ndarray:  # BlockQ8_K, last axis in blocks
@@ -381,14 +393,13 @@ def multiply(
         _tile(a[i:i + high], w[j:j + wide], out[i:i + high, j:j + wide])
     parallel_for(-(-rows // high) * across, task, 1, 2)
 
-# %% ../../nbs/13a_es_ternary.ipynb #d3e4e6cc
+# %% ../../nbs/13a_es_ternary.ipynb #3bf455b0
 class Rounded(Frozen):
-    "What a frozen matrix offers beyond that."
+    "What it offers beyond that."
 
     __slots__ = ()
 
-    def _rest(self, x: Tensor) -> tuple[str, ...]:
-        "The axes of x that a product keeps."
+    def _rest(self, x: Tensor) -> tuple[str, ...]:  # the axes of x that the product keeps
         out, tag = self.tags
         if out in x.tags: raise TagError(f'dot_int8: {describe(x)} has an axis {out!r} too')
         if x.dim(tag) != self.shape[1]: raise ShapeMismatchError(
@@ -408,7 +419,7 @@ class Rounded(Frozen):
         tags = _intern_tags(rest + self.tags[:1])
         return result(type(x), state, y, tags, 'dot_int8', None)
 
-# %% ../../nbs/13a_es_ternary.ipynb #ac840a90
+# %% ../../nbs/13a_es_ternary.ipynb #63cfb5c9
 class TernaryMatrix(Rounded):
     "A frozen matrix of packed trits, which `dot` and `gather` take."
 
@@ -421,5 +432,3 @@ class TernaryMatrix(Rounded):
     ) -> 'TernaryMatrix':
         "Round a tensor to trits and pack it."
         return cls(encode(w.data_const(), d), w.tags, w.shape)
-
-    def __repr__(self) -> str: return f'TernaryMatrix{describe(self)} {self.nbytes:,} bytes'
