@@ -367,7 +367,7 @@ def _tile(q, w, out):
     for r in range(out.shape[0]):
         for c in range(out.shape[1]): out[r, c] = y[c, r]
 
-# %% ../../nbs/13a_es_ternary.ipynb #9de44f66
+# %% ../../nbs/13a_es_ternary.ipynb #e4f82dd7
 def _even(n: int, most: int) -> int:
     "Size of the parts when `n` is cut evenly into as few as possible of at most `most`."
     return -(-n // -(-n // most))
@@ -382,7 +382,7 @@ def multiply(
     a = q.view(u8).reshape(rows, depth, BlockQ8_K.itemsize)
     w = block_bytes(blocks).reshape(cols, depth, BYTES)
     if rows < 16:
-        work = rows * depth * BLOCK  # additions for a column
+        work = rows * depth * 32  # a column's, eight products to the unit
         parallel_for(cols, lambda i, j: _dots(a, w[i:j], out[:, i:j]),
                      max(1, CHUNK // work), max(2, LEAST // work))
         return
