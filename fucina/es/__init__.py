@@ -2,6 +2,7 @@
 from fucina.es import rewards, ternary
 from fucina.es.rewards import AnchorDecay, Config, NoiseScheme, RestoreMode, RewardNorm, Stats
 from fucina.es.ternary import BlockTQ2_0, TernaryMatrix
+from fucina.es.trainer import Trainer
 
 __all__ = ['AnchorDecay', 'BlockTQ2_0', 'Config', 'NoiseScheme', 'RestoreMode', 'RewardNorm',
-           'Stats', 'TernaryMatrix', 'rewards', 'ternary']
+           'Stats', 'TernaryMatrix', 'Trainer', 'rewards', 'ternary']

@@ -245,18 +245,18 @@ class Replicable(Moving):
         "Write a member where `rows` lead."
         self._move(streams, -0.0, 1, rows)
 
-# %% ../../nbs/13b_es_noise.ipynb #ec7b9a33
+# %% ../../nbs/13b_es_noise.ipynb #f2c9492b
 class Saved(Replicable):
     "Slots whose values can be put back."
 
     def save(self) -> None:
-        "Remember all values."
-        self.saved = [s.data.copy() for s in self.slots]
+        "Remember all values, in the same memory every time."
+        if not self.saved: self.saved = [np.empty_like(s.data) for s in self.slots]
+        for s, old in zip(self.slots, self.saved): old[:] = s.data
 
     def put_back(self) -> None:
-        "Write the values of the last `save`, and forget them."
+        "Write the values of the last `save`."
         for s, old in zip(self.slots, self.saved): s.data[:] = old
-        self.saved = []
         self.changed()
 
 # %% ../../nbs/13b_es_noise.ipynb #540714c7

@@ -152,9 +152,9 @@ def leader_and_sign(
     if not config.antithetic: return member, 1
     return member & ~1, -1 if member & 1 else 1
 
-# %% ../../nbs/13_es_rewards.ipynb #e632087c
+# %% ../../nbs/13_es_rewards.ipynb #88226a4c
 def read_rewards(
-    rewards: Sequence[float] | np.ndarray,
+    rewards: Sequence[float | np.floating] | np.ndarray,
     population: int,  # how many there must be
 ) -> np.ndarray:  # float32, a copy
     "The rewards of a population; RewardCountMismatchError if there are more or fewer."
