@@ -15,8 +15,6 @@ from fucina.dtypes import narrow_bf16, narrow_f16
 from fucina.rng import gaussian_fill_at_fast, uniform_fill
 from fucina.training_checkpoint import TrainerState
 
-if not hasattr(es, 'Trainer'): pytest.skip('not built yet', allow_module_level=True)
-
 f32 = np.float32
 GOLDENS = Path(__file__).parent/'goldens'
 DTYPES = 'f32', 'f16', 'bf16'
@@ -617,6 +615,76 @@ def test_workers_that_cannot_be():
     trainer.restore(0)
     with pytest.raises(errors.RewardCountMismatchError):
         trainer.evaluate_members(lambda *a: 0.0, np.empty(3, f32))
+
+
+# -- replicas ---------------------------------------------------------------------------------
+
+class Tied:
+    "A matrix twice, once transposed, in 16 bits a bias, and something that is only read."
+    def __init__(self):
+        self.embed = variable(weights(12).numpy().reshape(4, 3), 'vocab d')
+        self.head = self.embed.permute_to('d vocab')
+        self.bias = weights(4, 'bf16')
+        self.body = constant(np.ones((2, 2), f32), 'a b')
+        self.parts = [dict(again=self.bias)]
+
+
+def total(model):
+    bias = model.parts[0]['again'].to('f32')
+    return float((model.head.numpy()**3).sum() + bias.numpy().sum())
+
+
+@pytest.mark.parametrize('workers', (1, 2, 5))
+def test_replicas_score_what_perturb_would(workers):
+    model = Tied()
+    trainer = trainer_of([model.embed, model.bias], population=10, sigma=0.1, antithetic=True,
+                         restore_mode='snapshot')
+    before = data(model.embed, model.bias)
+    found = trainer.evaluate_members(es.Replicas(trainer, model, total, workers), workers=workers)
+    assert data(model.embed, model.bias) == before
+    for member in range(10):
+        trainer.perturb(member)
+        assert found[member] == f32(total(model))
+        trainer.restore(member)
+
+
+def test_replicas_share_what_is_not_in_training():
+    model = Tied()
+    trainer = trainer_of([model.embed], population=4)
+    team = es.Replicas(trainer, model, total, 3)
+    for copy in team.models:
+        assert copy.body is model.body and copy.bias is model.bias
+        assert copy.embed.requires_grad and copy.embed is not model.embed
+        assert np.shares_memory(copy.embed.numpy(), copy.head.numpy())
+        assert not np.shares_memory(copy.embed.numpy(), model.embed.numpy())
+
+
+def test_replicas_that_cannot_be():
+    model, other = Tied(), weights(3)
+    with pytest.raises(errors.ReplicaShapeMismatchError, match='stray'):
+        trainer = es.Trainer(population=4)
+        trainer.add_param(other, 'stray')
+        es.Replicas(trainer, model, total, 2)
+    w = weights(8)  # a part is in training that begins where a longer tensor begins
+    with pytest.raises(errors.ReplicaShapeMismatchError, match='32 bytes'):
+        es.Replicas(trainer_of([w.narrow('d', 0, 4)], population=4), dict(w=w), total, 2)
+
+
+def test_replicas_of_genomes():
+    blocks = es.ternary.encode(weights(512).numpy(), 0.1)
+    model = dict(layer=es.TernaryMatrix(blocks, 'out in', (2, 256)), same=blocks)
+    trainer, seen = es.Trainer(population=4, ternary_flip_rate=0.1), {}
+    trainer.add_ternary_param(blocks, 512)
+
+    def score(m):
+        seen[len(seen)] = m['layer'].blocks.tobytes(), m['same'].tobytes()
+        return 0
+    trainer.evaluate_members(es.Replicas(trainer, model, score, 1))
+    for member in range(4):
+        trainer.perturb(member)
+        assert seen[member] == (blocks.tobytes(), blocks.tobytes())
+        trainer.restore(member)
+    assert len(set(seen.values())) == 4
 
 
 # -- resume -----------------------------------------------------------------------------------

@@ -185,6 +185,29 @@ def test_a8_lora_zero_delta_eval_and_merge():
     np.testing.assert_allclose(y1.numpy(), y2.numpy(), rtol=0, atol=1e-4)   # orders differ, not bitwise
 
 
+def test_a9_evolution_strategies_on_the_sphere():
+    import numpy as np
+
+    import fucina
+    from fucina import es
+
+    theta = fucina.constant([1, -2, 0.5, 3], "d")  # no gradients: a constant is a first-class parameter
+    trainer = es.Trainer(sigma=0.05, population=8, seed=7)
+    trainer.add_param(theta, name="theta")
+
+    sum_sq = lambda: float((theta.numpy() ** 2).sum())
+    before = sum_sq()
+    rewards = np.empty(8, np.float32)
+    for _ in range(200):
+        for member in range(8):
+            trainer.perturb(member)                # theta += sigma * eps_member
+            rewards[member] = -sum_sq()            # a plain forward pass
+            trainer.restore(member)
+        trainer.update(rewards)                    # z-score, f32-accumulated step
+    assert sum_sq() < before
+    assert trainer.iteration == 200
+
+
 def test_b1_named_contraction_reduction_gradient():
     import fucina
 
