@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fucina
-from fucina import errors
+from fucina import errors, es
 from fucina.data import two_spirals
 from fucina.es import genome, ternary
 from fucina.es.forward import TernaryNet
@@ -462,30 +462,30 @@ def test_genomes_have_votes_and_streams_of_their_own():
 
 # -- golden runs ------------------------------------------------------------------------------
 
-def golden_config(case):
-    c = json.loads(str(TERNARY[f'{case}/config']))
-    return Config(**c)
-
-
 @pytest.mark.parametrize('case', [f'case{k:02}' for k in range(12)])
 def test_golden_runs(threads, case):
-    config, genomes = golden_config(case), [TERNARY[f'init/slot{k}'].copy() for k in range(2)]
-    slots = trainer(*genomes)
-    def golden(name, k, *at): return TERNARY[f'{case}/{name}_slot{k}'][at].tobytes()
-    for iteration in range(3):
-        for member in range(config.population):
+    floats = fucina.constant(TERNARY['init/float_slot'], 'd')
+    genomes = [TERNARY[f'init/slot{k}'].copy() for k in range(2)]
+    t = es.Trainer(**json.loads(str(TERNARY[f'{case}/config'])))
+    t.add_ternary_param(genomes[0], 512)
+    t.add_param(floats)
+    t.add_ternary_param(genomes[1], 256)
+    def golden(name, *at): return TERNARY[f'{case}/{name}'][at].tobytes()
+    for i in range(3):
+        for m in range(4):
             before = [g.tobytes() for g in genomes]
             copies = [np.zeros_like(g) for g in genomes]
-            slots.materialize(config, iteration, member, copies)
-            slots.perturb(config, iteration, member)
+            t.materialize_ternary_member(m, copies)
+            t.perturb(m)
+            assert floats.numpy().tobytes() == golden('perturbed_float', i, m)
             for k, g in enumerate(genomes):
-                assert g.tobytes() == golden('perturbed', k, iteration, member)
-                assert copies[k].tobytes() == g.tobytes()
-                if iteration == 1: assert g.tobytes() == golden('materialized_iter1', k, member)
-            slots.restore()
+                assert g.tobytes() == copies[k].tobytes() == golden(f'perturbed_slot{k}', i, m)
+                if i == 1: assert g.tobytes() == golden(f'materialized_iter1_slot{k}', m)
+            t.restore(m)
             assert [g.tobytes() for g in genomes] == before
-        update(slots, config, iteration, TERNARY['rewards'][iteration])
-        for k, g in enumerate(genomes): assert g.tobytes() == golden('updated', k, iteration)
+        t.update(TERNARY['rewards'][i])
+        assert floats.numpy().tobytes() == golden('updated_float', i)
+        for k, g in enumerate(genomes): assert g.tobytes() == golden(f'updated_slot{k}', i)
 
 
 MEMBERS = '''
@@ -535,17 +535,14 @@ def test_pairs_with_decay_bit_for_bit():
 def test_hamming_run_bit_for_bit():
     blocks, target = codes_to_blocks(np.ones(512)), at_array(99, np.arange(512)) % 3
     target = target.astype(int).reshape(2, 256) - 1
-    config = Config(population=32, antithetic=True, ternary_flip_rate=4 / 512, seed=7,
-                    ternary_update_fraction=8 / 512)
-    slots, path, rewards = trainer(blocks), [], np.empty(32, f32)
-    def distance(): return np.count_nonzero(trits(blocks) != target)
-    for iteration in range(300):
+    t = es.Trainer(population=32, antithetic=True, ternary_flip_rate=4 / 512, seed=7,
+                   ternary_update_fraction=8 / 512)
+    t.add_ternary_param(blocks, 512)
+    def distance(member=None): return np.count_nonzero(trits(blocks) != target)
+    path = []
+    for _ in range(300):
         path.append(distance())
-        for member in range(32):
-            slots.perturb(config, iteration, member)
-            rewards[member] = -f32(distance()) / f32(512)
-            slots.restore()
-        update(slots, config, iteration, rewards)
+        t.step(lambda member: -f32(distance()) / f32(512))
     assert [path[k] for k in (0, 1, 10, 100)] + [distance()] == [365, 359, 325, 139, 78]
 
 
@@ -617,17 +614,50 @@ bf4610d4 bf451c88 bf3653a7 bf37b1f3 bf3365ba bf418a40 bf306f5c
 '''.split()
 
 
+def spiral_trainer(net):
+    t = es.Trainer(sigma=0.05, alpha=0.075, population=128, antithetic=True,
+                   ternary_flip_rate=0.002, ternary_update_fraction=0.001)
+    for p in (net.first, *net.biases): t.add_param(p)
+    for k, m in enumerate(net.layers): t.add_ternary_param(m, m.size, f'layers.{k}')
+    return t
+
+
 def test_first_update_of_the_spirals():
     net = spiral_net()
-    config = Config(sigma=0.05, alpha=0.075, population=128, antithetic=True,
-                    ternary_flip_rate=0.002, ternary_update_fraction=0.001)
-    slots = TernarySlots()
-    for m in net.layers: slots.add(m)
-    assert len(slots) == 2 and slots.elements == 66048
+    t = spiral_trainer(net)
+    assert (t.param_count(), t.element_count()) == (6, 67074)
+    assert [t.ternary_flip_count(m.size) for m in net.layers] == [131, 1]
     rewards = np.array([int(h, 16) for h in REWARDS], np.uint32).view(f32)
-    found = update(slots, config, 0, rewards)
-    assert [len(e.places) for e in found] == [66, 1]
+    stats = t.update(rewards)
+    assert (stats.mean_reward, stats.std_reward) == (-0.7463885047473013, 0.03610414502306549)
+    found = [fnv(p.numpy()) for p in (net.first, *net.biases)]
+    assert found == ['31f0361ba97e2484', 'ea2716b96729509c', '7bd7ea22a9f717bc',
+                     '0a05f3691b2bdaef']
     assert [fnv(m.blocks) for m in net.layers] == ['63ad763b84f9e6ec', '355c523ee3bd06c4']
+
+
+@pytest.mark.parametrize('workers', [1, 3])
+def test_three_iterations_of_the_spirals(workers):
+    "Rewards of our own, off by an ulp here and there from those of the original."
+    net, (x, labels) = spiral_net(), two_spirals(97, 42)
+    t, replicas = spiral_trainer(net), [copy.deepcopy(net) for _ in range(workers)]
+    first = np.array([int(h, 16) for h in REWARDS], np.uint32).view(f32)
+    def score(worker, member):
+        r = replicas[worker]
+        t.materialize_member(member, [p.data() for p in (r.first, *r.biases)])
+        t.materialize_ternary_member(member, [m.blocks for m in r.layers])
+        return -r.cross_entropy(x, labels)[0]
+    found = []
+    for _ in range(3):
+        rewards = t.evaluate_members(score, workers=workers)
+        if not found:
+            off = np.abs(rewards.view(np.int32) - first.view(np.int32))
+            assert off.max() <= 1 and np.count_nonzero(off) <= 8
+        t.update(rewards)
+        found.append([fnv(m.blocks) for m in net.layers])
+    assert found == [['63ad763b84f9e6ec', '355c523ee3bd06c4'],
+                     ['05d0f3433537349c', 'fcff6cf5bfcceb94'],
+                     ['68edeba6bb5585c5', '141d0bdae1a73054']]
 
 
 @pytest.mark.parametrize('inputs, sizes, examples', [
@@ -721,6 +751,125 @@ def test_an_interrupt_between_genomes_takes_the_flips_back(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         slots.perturb(Config(population=4, ternary_flip_rate=0.1), 0, 0)
     assert [g.tobytes() for g in genomes] == [before] * 3 and not slots.logs
+
+
+# -- in a trainer -----------------------------------------------------------------------------
+
+def test_no_call_while_a_member_is_in():
+    blocks, spare = codes_to_blocks(np.ones(512)), codes_to_blocks(np.ones(512))
+    t = es.Trainer(population=4)
+    t.add_ternary_param(blocks, 512)
+    t.perturb(2)
+    inside = blocks.tobytes()
+    calls = (lambda: t.perturb(1), lambda: t.update(R0), lambda: t.capture_anchor(),
+             lambda: t.add_ternary_param(spare, 3), lambda: t.evaluate_members(lambda w, m: 0),
+             lambda: t.materialize_ternary_member(0, []))
+    for call in calls:
+        with pytest.raises(errors.MemberActiveError): call()
+    with pytest.raises(errors.MemberNotActiveError): t.restore(1)
+    assert blocks.tobytes() == inside and t.iteration == 0
+    t.restore(2)
+    assert blocks.tobytes() == spare.tobytes()
+    with pytest.raises(errors.MemberNotActiveError): t.restore(2)
+
+
+def test_genomes_alone_are_parameters():
+    t = es.Trainer(population=4, anchor_decay='l2', anchor_lambda=1, ternary_flip_rate=0.1)
+    with pytest.raises(errors.NoParamsError): t.capture_anchor()
+    with pytest.raises(errors.NoParamsError): t.perturb(0)
+    blocks = codes_to_blocks(np.ones(256))
+    t.add_ternary_param(blocks, 256)
+    t.capture_anchor()
+    t.update(R0)
+    assert t.iteration == 1 and trits(blocks).any()
+    t.materialize_member(0, [])
+    with pytest.raises(errors.ReplicaShapeMismatchError): t.materialize_ternary_member(0, [])
+
+
+@pytest.mark.parametrize('first', [True, False])
+def test_floats_do_not_see_genomes(first):
+    def floats(with_genome):
+        w = fucina.constant(noise(1, 50), 'd')
+        t = es.Trainer(sigma=0.1, population=4, ternary_flip_rate=0.1)
+        if with_genome and first: t.add_ternary_param(codes_to_blocks(np.ones(256)), 256)
+        t.add_param(w)
+        if with_genome and not first: t.add_ternary_param(codes_to_blocks(np.ones(256)), 256)
+        t.perturb(1)
+        inside = w.numpy().tobytes()
+        t.restore(1)
+        t.update(R0)
+        return inside, w.numpy().tobytes()
+    assert floats(True) == floats(False)
+
+
+@pytest.mark.parametrize('mode', ['regenerate', 'snapshot'])
+def test_an_error_inside_a_step_takes_the_member_out(mode):
+    blocks = codes_to_blocks(at_array(1, np.arange(512)) % 3)
+    t = es.Trainer(population=4, ternary_flip_rate=0.1, restore_mode=mode)
+    t.add_ternary_param(blocks, 512)
+    before = blocks.tobytes()
+    def score(member):
+        assert blocks.tobytes() != before
+        if member == 2: raise KeyboardInterrupt
+        return 0
+    with pytest.raises(KeyboardInterrupt): t.step(score)
+    assert blocks.tobytes() == before and t.iteration == 0
+    t.perturb(0)
+    t.restore(0)
+
+
+def test_a_failed_election_changes_nothing(monkeypatch):
+    w, blocks = fucina.constant(noise(1, 50), 'd'), codes_to_blocks(np.ones(512))
+    t = es.Trainer(population=4, ternary_flip_rate=0.1)
+    t.add_param(w)
+    t.add_ternary_param(blocks, 512)
+    before = w.numpy().tobytes(), blocks.tobytes()
+    def fail(*args): raise MemoryError
+    monkeypatch.setattr(genome, '_tally', fail)
+    with pytest.raises(MemoryError): t.update(R0)
+    for rewards in ((1, 2, 3), (1, 2, np.nan, 4)):
+        with pytest.raises(errors.EsError): t.update(rewards)
+    assert (w.numpy().tobytes(), blocks.tobytes()) == before and t.iteration == 0
+    monkeypatch.undo()
+    t.update(R0)
+    assert (w.numpy().tobytes() != before[0]) and (blocks.tobytes() != before[1])
+
+
+def test_equal_rewards_leave_a_genome(threads):
+    for norm, moves in (('z_score', False), ('centered_ranks', True)):
+        blocks = codes_to_blocks(np.ones(512))
+        t = es.Trainer(population=4, ternary_flip_rate=0.1, reward_norm=norm)
+        t.add_ternary_param(blocks, 512)
+        t.update([2.5] * 4)
+        assert trits(blocks).any() == moves
+
+
+def test_resume_in_a_checkpoint_directory(tmp_path):
+    settings = dict(population=6, antithetic=True, ternary_flip_rate=0.05, seed=11,
+                    ternary_update_fraction=0.03, ternary_update_decay=0.25)
+    target = (at_array(8, np.arange(768)) % 3).astype(int).reshape(3, 256) - 1
+    def run(t, blocks, n):
+        for _ in range(n): t.step(lambda m: -np.count_nonzero(trits(blocks) != target))
+    def start(key, **settings):
+        blocks, t = codes_to_blocks(at_array(key, np.arange(768)) % 3), es.Trainer(**settings)
+        t.add_ternary_param(blocks, 768, 'g')
+        return blocks, t
+    whole, t = start(1, **settings)
+    run(t, whole, 9)
+    half, t = start(1, **settings)
+    run(t, half, 5)
+    checkpoint = fucina.training_checkpoint
+    checkpoint.begin_save(tmp_path, durable=False)
+    save_genome(tmp_path, {'g': half}, durable=False)
+    checkpoint.save_trainer_state(tmp_path, checkpoint.TrainerState(
+        step=t.iteration, seed=t.config.seed, **t.state_fields()), durable=False)
+    state = checkpoint.load_trainer_state(tmp_path)
+    assert state.es_ternary_flip_rate == float(f32(0.05)) and state.es_iteration == 5
+    fresh, t = start(2, population=4)
+    t.restore_state(state)
+    load_genome(tmp_path, {'g': fresh})
+    run(t, fresh, 4)
+    assert fresh.tobytes() == whole.tobytes()
 
 
 # -- files ------------------------------------------------------------------------------------

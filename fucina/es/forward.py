@@ -62,12 +62,12 @@ def _round(h, q, steps, d):
             v = _eight(row[j] * steps[j])
             to[j] = v if steps[j] != f32(0) else i16(0)
 
-# %% ../../nbs/13ab_es_forward.ipynb #691446a0
+# %% ../../nbs/13ab_es_forward.ipynb #9f558cbf
 @kernel
 def _ternary(h, w, y):
     "y = w h with h (features, lanes) rounded to eight bits."
     lanes = h.shape[1]
-    q, t = np.empty((256, lanes), i16), np.empty((4, 256, lanes), i16)
+    q, t = np.empty((256, lanes), i16), np.empty((8, 256, lanes), i16)
     steps, d = np.empty(lanes, f32), np.empty(lanes, f32)
     sums = np.empty((w.shape[0], lanes), i16)
     y[:w.shape[0]] = 0
@@ -78,12 +78,12 @@ def _ternary(h, w, y):
             scale, s, to = _scale(w[c, b]), sums[c], y[c]
             for j in range(to.size): to[j] = to[j] + (scale * d[j]) * f32(s[j])
 
-# %% ../../nbs/13ab_es_forward.ipynb #08f79b87
-WIDE = 256  # examples side by side, at most
+# %% ../../nbs/13ab_es_forward.ipynb #e5807d57
+WIDE = 240  # examples side by side, at most
 
 @kernel
 def _network(x, first, biases, layers, out):
-    "Logits of up to 256 examples x (n, inputs)."
+    "Logits of up to 240 examples x (n, inputs)."
     n, most = x.shape[0], first.shape[1]
     for w in layers: most = max(most, w.shape[0])
     lanes = (n + 15) // 16 * 16

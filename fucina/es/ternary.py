@@ -317,18 +317,22 @@ def _table(q, p, t):
                 old, new = t[byte + k * one], t[byte + (k + 1) * one]
                 for j in range(new.size): new[j] = i16(old[j] + row[j])
 
-# %% ../../nbs/13a_es_ternary.ipynb #ffc6a262
+# %% ../../nbs/13a_es_ternary.ipynb #6dbfad0d
 @kernel
 def _by_tables(q, w, b, t, sums):
+    "Eight tables at a time, so that a sum is fetched and stored an eighth as often."
     sums[:] = 0
-    for p in range(0, 64, 4):
-        for k in range(4): _table(q, p + k, t[k])
+    for p in range(0, 64, 8):
+        for k in range(8): _table(q, p + k, t[k])
         for c in range(sums.shape[0]):
             s, codes = sums[c], w[c, b]
             t0, t1 = t[0, codes[p]], t[1, codes[p + 1]]
             t2, t3 = t[2, codes[p + 2]], t[3, codes[p + 3]]
+            t4, t5 = t[4, codes[p + 4]], t[5, codes[p + 5]]
+            t6, t7 = t[6, codes[p + 6]], t[7, codes[p + 7]]
             for j in range(s.size):
-                s[j] = i16(i16(s[j] + i16(t0[j] + t1[j])) + i16(t2[j] + t3[j]))
+                x = i16(i16(s[j] + i16(t0[j] + t1[j])) + i16(t2[j] + t3[j]))
+                s[j] = i16(x + i16(i16(t4[j] + t5[j]) + i16(t6[j] + t7[j])))
 
 # %% ../../nbs/13a_es_ternary.ipynb #e1f6c8a0
 @kernel
@@ -347,14 +351,14 @@ def lane_sums(q, w, b, t, sums):
             elif code == 0:
                 for j in range(s.size): s[j] = i16(s[j] - row[j])
 
-# %% ../../nbs/13a_es_ternary.ipynb #ddda0b2a
-LANES, COLUMNS = 128, 512  # of a tile, at most
+# %% ../../nbs/13a_es_ternary.ipynb #0a57e536
+LANES, COLUMNS = 176, 512  # of a tile, at most
 
 @kernel
 def _tile(q, w, out):
-    "Up to 128 rows of activations times rows of trits."
+    "Up to 176 rows of activations times rows of trits."
     wide = (q.shape[0] + 15) // 16 * 16
-    x, t, d = np.zeros((256, wide), i16), np.empty((4, 256, wide), i16), np.zeros(wide, f32)
+    x, t, d = np.zeros((256, wide), i16), np.empty((8, 256, wide), i16), np.zeros(wide, f32)
     sums, y = np.empty((w.shape[0], wide), i16), np.zeros((w.shape[0], wide), f32)
     for b in range(q.shape[1]):
         for r in range(q.shape[0]):
