@@ -9,6 +9,13 @@ from fucina.kernels import set_workers
 from fucina.optim import apollo, muon, param
 
 
+@pytest.fixture(autouse=True, scope='module')
+def frozen():
+    "What is imported and compiled by now stays: no later collection of garbage looks at it again."
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def pinned():
     with ExecContext(gemm='pinned') as context: yield context
@@ -22,11 +29,3 @@ def threads(request, monkeypatch):
     old = set_workers(request.param)
     yield request.param
     set_workers(old)
-
-
-@pytest.fixture
-def only_new_garbage():
-    "A collection looks at what the test makes, not at all that is imported: a hundred times faster."
-    gc.freeze()
-    yield
-    gc.unfreeze()

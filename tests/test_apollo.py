@@ -4,17 +4,15 @@ The golden runs in pinned mode, resumed and on several threads, are in test_fram
 """
 import copy
 import io
-import os
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimizers import (APOLLO, THREADS, bits, fresh, golden_cases, golden_steps, hexa, load, noise,
-                        same, saved, variable)
+from optimizers import (APOLLO, THREADS, bits, fresh, golden_cases, golden_steps, hexa, load,
+                        noise, same, saved, variable)
+from processes import printed, python
 from references import apollo_torch
 
 import fucina
@@ -672,19 +670,17 @@ def test_a_step_allocates_next_to_nothing(mode):
 PLAIN = '''
 import numpy as np, fucina, zlib
 from fucina.optim import Apollo, ApolloConfig
-fucina.set_gemm('pinned')
 for c in ApolloConfig(rank=2, update_proj_gap=2, weight_decay=0.1), ApolloConfig.mini(correct_bias=False):
     opt, g = Apollo(c), np.random.default_rng(0)
     ws = [fucina.variable(g.standard_normal(s, np.float32), len(s)) for s in ((5, 3), (3, 5), (4,))]
     for w in ws: opt.add_param(w)
     for t in range(4):
         for w in ws: w.set_grad(g.standard_normal(w.shape, np.float32) * (np.inf if t == 3 else 1))
-        opt.step()
+        with fucina.ExecContext(gemm='pinned'): opt.step()
         print([zlib.crc32(np.nan_to_num(w.numpy()).tobytes()) for w in ws])
 '''
 
 
 def test_without_the_compiler():
-    out = [subprocess.run([sys.executable, '-W', 'error', '-c', PLAIN], capture_output=True, text=True,
-                          check=True, env=dict(os.environ, NUMBA_DISABLE_JIT=off)).stdout for off in '01']
-    assert out[0] == out[1] and len(out[0].splitlines()) == 8
+    compiled = printed(PLAIN)
+    assert python(PLAIN, NUMBA_DISABLE_JIT='1') == compiled and len(compiled.splitlines()) == 8

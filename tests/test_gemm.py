@@ -1,13 +1,11 @@
 """The pinned product: its order bit for bit, any layout, any threads, and a golden iteration."""
-import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import printed, python
 
 from fucina import gemm
 from fucina.errors import DTypeError, InvalidConfigError, ShapeMismatchError
@@ -270,45 +268,25 @@ def test_only_float32(dtype):
 
 # --- the machine code
 
-def python(code, **env):
-    done = subprocess.run([sys.executable, '-W', 'error', '-c', code], capture_output=True,
-                          text=True, env={**os.environ, **env}, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @needs_jit
-def test_two_roundings_on_whole_registers(tmp_path):
+def test_first_calls_from_many_threads_make_one_kernel_that_rounds_twice(tmp_path):
     "In a fresh process: numba cannot show code that comes from its cache."
-    code = '''
+    asm = python('''
+from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from fucina import gemm
+assert not gemm._product.signatures  # import compiles nothing
+a = np.ones((5, 5), 'f4')
+with ThreadPoolExecutor(8) as pool:
+    for c in pool.map(lambda _: gemm.matmul(a, a, mode='pinned'), range(64)): assert (c == 5).all()
 for a in np.ones((3, 3), 'f4'), np.ones((3, 6), 'f4')[:, ::2], np.broadcast_to(np.float32(1), (3, 3)):
     for b in a, a.T: gemm.matmul(a, b, mode='pinned')
 assert len(gemm._product.signatures) == 1
 print(*gemm._product.inspect_asm().values())
-'''
-    asm = python(code, NUMBA_CACHE_DIR=str(tmp_path))
+''', NUMBA_CACHE_DIR=tmp_path)
     assert not re.search(r'\sv?f(n?m(add|sub)|ml[as])', asm)
     assert re.search(r'\sv?mulps|\sfmul[.\s].*4s', asm)
     assert re.search(r'\sv?addps|\sfadd[.\s].*4s', asm)
-
-
-def test_the_first_call_may_come_from_many_threads(tmp_path):
-    code = '''
-from concurrent.futures import ThreadPoolExecutor
-import numpy as np
-from fucina.gemm import matmul
-a = np.ones((5, 5), 'f4')
-with ThreadPoolExecutor(8) as pool:
-    for c in pool.map(lambda _: matmul(a, a, mode='pinned'), range(64)): assert (c == 5).all()
-'''
-    python(code, NUMBA_CACHE_DIR=str(tmp_path))
-
-
-@needs_jit
-def test_import_compiles_nothing():
-    assert python('from fucina import gemm; print(gemm._product.signatures)') == '[]\n'
 
 
 def test_same_bits_without_the_compiler():
@@ -322,7 +300,7 @@ for shape in ((4, 3, 2), (9, 31, 35), (65, 7, 1), (40, 300, 20), (1100, 3, 2), (
 a, b = g.standard_normal((7, 5, 6), dtype='f4'), g.standard_normal((6, 7, 3), dtype='f4')
 print(zlib.crc32(matmul(a, b.transpose(1, 0, 2), mode='pinned'), crc))
 '''
-    assert python(code) == python(code, NUMBA_DISABLE_JIT='1')
+    assert printed(code) == python(code, NUMBA_DISABLE_JIT='1')
 
 
 @needs_jit

@@ -4,9 +4,6 @@ The golden runs in pinned mode, resumed and on several threads, are in test_fram
 """
 import copy
 import io
-import os
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -15,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import (MISC, MUON, at_any_number_of_threads, bits, fresh, golden_cases,
                         golden_steps, hexa, noise, same, saved)
+from processes import printed, python
 
 import fucina
 from fucina import optim
@@ -676,10 +674,5 @@ with fucina.ExecContext(gemm='pinned'):
                 opt.step()
             print(w.numpy().tobytes().hex())
 '''
-    found = []
-    for plain in ('0', '1'):
-        env = dict(os.environ, NUMBA_DISABLE_JIT=plain)
-        run = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
-        assert not run.stderr, run.stderr
-        found.append(run.stdout)
-    assert found[0] == found[1] and len(found[0].split()) == 4
+    compiled = printed(code)
+    assert python(code, NUMBA_DISABLE_JIT='1') == compiled and len(compiled.split()) == 4

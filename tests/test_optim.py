@@ -1,10 +1,7 @@
 """Optimizers: an independent formula, anchors, norms, settings, refusals, memory."""
 import copy
 import inspect
-import os
 import pickle
-import subprocess
-import sys
 import zlib
 from functools import partial
 
@@ -13,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import MISC, at_any_number_of_threads, bits, hexa, same, variable
+from processes import printed, python
 
 import fucina
 from fucina import optim
@@ -872,7 +870,5 @@ def test_plain_python_gives_the_same_bits():
                     o.zero_grad()
                 print(w.value.tobytes().hex(), b.value.tobytes().hex())
     '''
-    out = [subprocess.run([sys.executable, '-W', 'error', '-c', code], capture_output=True, text=True,
-                          check=True, env=dict(os.environ, NUMBA_DISABLE_JIT=off)).stdout
-           for off in '01']
-    assert out[0] == out[1] and len(out[0].splitlines()) == 15
+    compiled = printed(code)
+    assert python(code, NUMBA_DISABLE_JIT='1') == compiled and len(compiled.splitlines()) == 15

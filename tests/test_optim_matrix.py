@@ -113,7 +113,7 @@ def test_large_parameters_and_threads(kind, fields):
 
 
 @every
-def test_plain_addresses(kind, fields, only_new_garbage):
+def test_plain_addresses(kind, fields):
     """Gradients held, replaced, freed and made anew, other threads, garbage collected between steps:
     the same bits as a run in which nothing of the kind happens."""
     shapes = {'vector': (9,), 'wide': (5, 7), 'large': (400, 90)}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import python
 
 import fucina
 from fucina.apps import bench_optim, cli, program, spirals
@@ -460,20 +461,15 @@ for gemm in ('blas', 'pinned'):
     for name, run in spirals.RUNS.items():
         net = spirals.first_net(42)
         with ExecContext(workers=int(sys.argv[1]), gemm=gemm):
-            trace = list(spirals.train(net, run.make(net, 200), points, labels, 100))
+            trace = list(spirals.train(net, run.make(net, 200), points, labels, 25))
         print(gemm, name, hashlib.sha256(np.array(trace).tobytes()).hexdigest())
 '''
 
 
 def test_fresh_processes_give_the_same_losses():
-    def trace(workers, **env):
-        done = subprocess.run([sys.executable, '-c', TRACE, str(workers)], capture_output=True,
-                              text=True, timeout=300, env=os.environ | env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-    first = trace(1, PYTHONHASHSEED='0')
+    first = python(TRACE, 1, PYTHONHASHSEED='0')
     assert len(set(first.split())) == 2 + 6 + 12
-    assert trace(3, PYTHONHASHSEED='1') == first
+    assert python(TRACE, 3, PYTHONHASHSEED='1') == first
 
 
 def test_digits_give_the_same_losses(digits):

@@ -20,6 +20,7 @@ import safetensors
 import safetensors.numpy as pypi
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import error, fails
 
 import fucina
 from fucina import errors
@@ -30,16 +31,6 @@ from fucina.safetensors import (
 f32 = np.float32
 GOLDENS = Path(__file__).parent/'goldens'
 POSIX = pytest.mark.skipif(os.name == 'nt', reason='a matter of POSIX')
-
-
-def error(name): return getattr(errors, name + 'Error')
-
-
-def fails(name, f, *args, **keywords):
-    "Exactly this class, and what it says."
-    with pytest.raises(error(name)) as e: f(*args, **keywords)
-    assert type(e.value) is error(name)
-    return str(e.value)
 
 
 def build(header, data=b'', length=None):
@@ -1019,7 +1010,7 @@ def repeats(value):
     return len(set(keys)) < len(keys) or any(map(repeats, inside))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(JSON)
 def test_a_repeated_key_is_found_wherever_it_is(value):
     text = written(value)

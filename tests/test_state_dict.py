@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy as pypi
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import fails
 
 import fucina
 from fucina import errors, optim, state_dict
@@ -25,16 +26,6 @@ from fucina.state_dict import (Alias, LoadOptions, NamedTensor, NamedTensorMut, 
 
 f32 = np.float32
 GOLDENS = Path(__file__).parent/'goldens'
-
-
-def error(name): return getattr(errors, name + 'Error')
-
-
-def fails(name, f, *args, **keywords):
-    "Exactly this class, and what it says."
-    with pytest.raises(error(name)) as e: f(*args, **keywords)
-    assert type(e.value) is error(name)
-    return str(e.value)
 
 
 @pytest.fixture(scope='module')
