@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from fucina.errors import (
     CheckpointConfigMismatchError, CheckpointMissingEntryError, CheckpointShapeMismatchError,
     CheckpointUnknownNameError, FucinaError, PeftUnsupportedError, SafetensorsError)
 from fucina.lora import Adapter, export_peft, import_peft
+from fucina.lora import peft as chapter
 from fucina.safetensors import File, TensorEntry, serialize_alloc
 
 f32 = np.float32
@@ -241,6 +243,8 @@ def test_rank_stabilised_adapters_get_another_alpha(two):
 
 @pytest.mark.parametrize('patterns, wanted', [
     ({'fc1': 3}, (3, 4)), ({'^fc1': 3}, (3, 4)), ({'fc2': 5, 'fc1': 3}, (3, 5)), ({'c1': 3}, (4, 4)),
+    ({'fc.': 9}, (9, 9)), ({'f.1': 9}, (9, 4)), ({'..1': 9, 'fc.': 5}, (9, 5)), ({r'fc\.': 9}, (4, 4)),
+    ({'^..2': 9}, (4, 9)), ({'.fc1': 9}, (4, 4)), ({'...': 8, 'fc1': 9}, (8, 8)), ({'c.': 9}, (4, 4)),
     ({'fc1': 3, '^fc1': 7}, (3, 4)), ({'^fc1': 7, 'fc1': 3}, (7, 4)), ({'x.fc1': 3}, (4, 4)), (None, (4, 4))])
 def test_patterns_name_modules(two, patterns, wanted):
     write(two, alpha_pattern=patterns)
@@ -256,6 +260,30 @@ def test_patterns_end_with_whole_parts_of_a_path(tmp_path):
         write(tmp_path, alpha_pattern=patterns)
         found = import_peft(tmp_path, names=names)
         assert (found['one'].alpha, found['two'].alpha) == wanted
+
+
+signs = st.lists(st.sampled_from(['a', 'b', '_', '.', r'\.']), min_size=1, max_size=6).map(''.join)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.text('ab_.', min_size=1, max_size=6), min_size=1, max_size=5),
+       st.lists(st.tuples(st.sampled_from(['', '^']), signs).map(''.join), max_size=6))
+def test_patterns_fit_what_the_package_says_they_fit(modules, patterns):
+    config = dict(r=1, lora_alpha=-1, alpha_pattern={pattern: k for k, pattern in enumerate(patterns)})
+    for module in modules:
+        fits = [k for k, pattern in enumerate(config['alpha_pattern'])
+                if re.match(rf'(.*\.)?({pattern})$', module)]  # as peft.utils.other.get_pattern_key does
+        wanted = list(config['alpha_pattern'].values())[fits[0]] if fits else -1
+        assert chapter._settings(config).of(module) == (1, wanted)
+
+
+def test_many_patterns_take_no_longer_than_many_modules(two):
+    write(two, alpha_pattern={f'blocks.{k}.fc{j}': 3 for k in range(9999) for j in (1, 2)} | {'fc1': 5})
+    assert import_peft(two, names=SIMPLE)['one'].alpha == 5
+    write(two, alpha_pattern={'a' * k: 3 for k in range(1, 1001)})
+    assert import_peft(two, names=SIMPLE)['one'].alpha == 4
+    write(two, alpha_pattern={'a' * k: 3 for k in range(1, 1002)})
+    refused('alpha_pattern: patterns of more', two, names=SIMPLE)
 
 
 NEUTRAL = dict(use_dora=False, lora_bias=False, modules_to_save=[], layer_replication=None, loftq_config={},
@@ -581,7 +609,8 @@ def test_adapters_go_both_ways(peft, torch, tmp_path):
 def test_what_the_package_writes_about_patterns_is_understood_and_so_is_ours(peft, torch, tmp_path):
     for k, more in enumerate((dict(rank_pattern={'fc1': 3}), dict(alpha_pattern={'^fc2': 5}), dict(use_rslora=True, rank_pattern={'fc2': 4}),
                               dict(rank_pattern={'^fc1': 1}, alpha_pattern={'fc1': 0.25, 'fc2': 9}), dict(init_lora_weights='orthogonal'),
-                              dict(init_lora_weights=False), dict(init_lora_weights='gaussian'))):
+                              dict(alpha_pattern={'fc.': 9}), dict(alpha_pattern={'f.1': 9}), dict(alpha_pattern={'..2': 9, '^f..': 7}),
+                              dict(rank_pattern={'^...': 4}), dict(init_lora_weights=False), dict(init_lora_weights='gaussian'))):
         config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=['fc1', 'fc2'], **more)
         theirs = randomised(torch, peft.get_peft_model(torch_net(torch), config)).eval()
         theirs.save_pretrained(tmp_path / f'{k}')

@@ -184,7 +184,7 @@ def _regular(path: str) -> str:
     if stat.S_ISREG(os.stat(path).st_mode): return path
     raise PeftUnsupportedError('this is no regular file')
 
-# %% ../../nbs/12b_peft.ipynb #3a834894
+# %% ../../nbs/12b_peft.ipynb #c27d9c2b
 _PLAIN = re.compile(r'\^?([A-Za-z0-9_-]|\\?\.)+')
 
 def _number(key: str, value: Any) -> float:
@@ -195,35 +195,50 @@ def _rank(key: str, value: Any) -> int:
     if type(value) is int and 1 <= value < 2**31: return value
     raise PeftUnsupportedError(f'{key} is a whole number from 1 on, got {shown(value)}')
 
-def _patterns(config: dict[str, Any], key: str, read: Any) -> dict[str, Any]:
-    "Position and value for each name of a module."
-    found: dict[str, Any] = {}
+# %% ../../nbs/12b_peft.ipynb #5e9aad19
+MAX_FORMS = 1000  # of patterns in a table; each is compared with each module
+Patterns = dict[Any, dict[str, Any]]  # form: name: position and value
+
+def _patterns(config: dict[str, Any], key: str, read: Any) -> Patterns:
+    "A table of patterns by form: whole or an end, length, where any character may be."
+    found: Patterns = {}
     table = config.get(key) or {}
     if type(table) is not dict: raise _refusal(config, key)
     for place, (pattern, value) in enumerate(table.items()):
         if not _PLAIN.fullmatch(pattern):
             raise PeftUnsupportedError(f'{key}: {shown(pattern)} is more than the name of '
                                        'a module')
-        found.setdefault(pattern.replace('\\', ''), (place, read(key, value)))
-    return found
+        signs = re.findall(r'\\\.|.', pattern.removeprefix('^'))
+        bare = tuple(k for k, sign in enumerate(signs) if sign == '.')
+        form, name = (pattern[0] == '^', len(signs), bare), ''.join(signs).replace('\\', '')
+        found.setdefault(form, {}).setdefault(name, (place, read(key, value)))
+    if len(found) <= MAX_FORMS: return found
+    raise PeftUnsupportedError(f'{key}: patterns of more than {MAX_FORMS} forms')
 
-# %% ../../nbs/12b_peft.ipynb #f59671ac
+# %% ../../nbs/12b_peft.ipynb #2a3b1aeb
+def _first(module: str, usual: Any, patterns: Patterns) -> Any:
+    "The value of the first pattern that fits the end of a module."
+    found = []
+    for (whole, size, bare), names in patterns.items():
+        k = len(module) - size
+        if k < 0 or k > 0 and (whole or module[k - 1] != '.'): continue
+        end = list(module[k:])
+        for i in bare: end[i] = '.'
+        if (name := ''.join(end)) in names: found.append(names[name])
+    return min(found)[1] if found else usual
+
+# %% ../../nbs/12b_peft.ipynb #8a080f2c
 class Settings(NamedTuple):
     "What a config says about the adapters."
-    ranks: tuple[int, dict[str, Any]]  # usual value, and those by module
-    alphas: tuple[float, dict[str, Any]]
+    ranks: tuple[int, Patterns]  # usual value, and others
+    alphas: tuple[float, Patterns]
     dropout_p: float
     rslora: bool
     base_model: str | None
 
     def of(self, module: str) -> tuple[int, float]:
         "Rank and alpha for a module."
-        parts = module.split('.')
-        ends = ['^' + module, *['.'.join(parts[k:]) for k in range(len(parts))]]
-        def first(usual, table):
-            found = [table[end] for end in ends if end in table]
-            return min(found)[1] if found else usual
-        rank, alpha = first(*self.ranks), first(*self.alphas)
+        rank, alpha = _first(module, *self.ranks), _first(module, *self.alphas)
         return rank, alpha * math.sqrt(rank) if self.rslora else alpha
 
 # %% ../../nbs/12b_peft.ipynb #756b78f5
