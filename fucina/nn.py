@@ -14,7 +14,7 @@ from .errors import InvalidShapeError, TagError
 from .ops.named import _intern_tags
 from .tensor import Tensor, kaiming_uniform, zeros
 
-# %% ../nbs/06b_nn.ipynb #82689e7f
+# %% ../nbs/06b_nn.ipynb #dea30180
 class Linear:
     "y = Wx + b over named axes."
 
@@ -40,13 +40,13 @@ class Linear:
 
     def parameters(self) -> list[Tensor]:
         "The trainable tensors."
-        return [self.w] if self.b is None else [self.w, self.b]
+        return [p for p in (self.w, self.b) if getattr(p, 'requires_grad', False)]
 
     def __repr__(self) -> str:
         (out, n), (in_, m) = zip(self.w.tags, self.w.shape)
         return f'Linear({in_}={m} -> {out}={n}{"" if self.b is not None else ", no bias"})'
 
-# %% ../nbs/06b_nn.ipynb #aaac0a03
+# %% ../nbs/06b_nn.ipynb #1fc39d11
 ACTIVATIONS = ('tanh', 'relu', 'silu', 'gelu', 'sigmoid')
 
 class MLP:
@@ -80,5 +80,5 @@ class MLP:
         return [p for layer in self.layers for p in layer.parameters()]
 
     def __repr__(self) -> str:
-        n = sum(p.size for p in self.parameters())
+        n = sum(p.size for f in self.layers for p in (f.w, f.b) if p is not None)
         return f'MLP({self.layers}, {self.activation}, {n:,} parameters)'

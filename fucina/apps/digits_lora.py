@@ -51,7 +51,7 @@ def accuracy(net: Any, task: Task) -> float:
     "The share of the images held back that are read, with ten classes to choose from."
     return float(np.mean(predict(net, task.test_x) == task.test_y))
 
-# %% ../../nbs/20ab_digits_lora.ipynb #a3957573
+# %% ../../nbs/20ab_digits_lora.ipynb #61f30107
 TARGETS, RANK, DROPOUT = ('w1', 'w2'), 4, 0.1
 
 class Trained:
@@ -76,7 +76,6 @@ def adapted(
     net = deepcopy(base)
     return Trained(net, attach(net, targets, rank=rank, alpha=2 * rank, dropout_p=DROPOUT,
                                seed=seed))
-## Three ways
 
 # %% ../../nbs/20ab_digits_lora.ipynb #a6283ac8
 @dataclass

@@ -6,20 +6,21 @@
 __all__ = ['DROPOUT', 'Change', 'CHECKED', 'Weight', 'Sum', 'Adapted', 'Place', 'Field', 'fields', 'Masks', 'AdapterMap',
            'Placed', 'Attached', 'Training', 'Stored', 'Resuming', 'Adapters', 'attach']
 
-# %% ../../nbs/12a_attach.ipynb #4907680e
+# %% ../../nbs/12a_attach.ipynb #391557c5
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from operator import index
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import (CheckpointConfigMismatchError, DTypeError, FucinaError,
-                           InvalidShapeError, LoraError, NotAVariableError, TagError,
-                           UnknownAdapterNameError)
+from ..errors import (CheckpointConfigMismatchError, CheckpointDuplicateNameError,
+                           DTypeError, FucinaError, InvalidShapeError, LoraError,
+                           NotAVariableError, TagError, UnknownAdapterNameError)
 from ..kernels import uninterrupted
 from .adapter import Adapter
 from ..ops.contractions import describe, is_frozen
@@ -30,8 +31,9 @@ from ..param_registry import (_slot_names, children, load, save, show_html, show
 from ..rng import MASK, at
 from ..safetensors import printable, shown
 from ..tensor import Tensor
-from ..training_checkpoint import (ADAPTERS_STATE_FILE, Folder, TrainerState,
-                                        load_checkpoint, load_trainer_state)
+from ..training_checkpoint import (ADAPTERS_STATE_FILE, MODEL_STATE_FILE, Folder,
+                                        TrainerState, load_checkpoint,
+                                        load_trainer_state)
 
 # %% ../../nbs/12a_attach.ipynb #76924e40
 class Weight:
@@ -56,7 +58,7 @@ class Weight:
     @property
     def size(self) -> int: return self.shape[0] * self.shape[1]
 
-# %% ../../nbs/12a_attach.ipynb #0c7b581f
+# %% ../../nbs/12a_attach.ipynb #857cbaa8
 class Sum(Weight):
     "A frozen weight and its adapter, added up."
 
@@ -64,6 +66,9 @@ class Sum(Weight):
 
     def to(self, dtype: str) -> Tensor:
         "A constant of both together."
+        if self._mask() is not None: raise LoraError(
+            f'{shown(self.name)}: a micro-batch is under way, and no gradient would get '
+            'from a constant to the adapter')
         w = self.base.to('f32')
         self.adapter.merge_into(w)
         return w if dtype == 'f32' else w.to(dtype)
@@ -94,7 +99,7 @@ class Adapted(Sum):
     def _of(self, a: Tensor, b: Tensor, seed: int | None) -> 'Adapted':
         return Adapted(self.name, self.base, self.adapter._over(a, b), lambda: seed)
 
-# %% ../../nbs/12a_attach.ipynb #cf9cdbc3
+# %% ../../nbs/12a_attach.ipynb #721b955b
 class Place(NamedTuple):
     "Where an object keeps something."
     owner: Any
@@ -111,17 +116,19 @@ class Place(NamedTuple):
         if self.item: self.owner[self.key] = value
         else: setattr(self.owner, self.key, value)
 
-def _attribute(obj: Any, child: Any) -> str | None:
+def _attribute(obj: Any, child: Any, called: str | None) -> str | None:
+    "The attribute with a child: of the same name if there is one, or else the first."
     names = [*getattr(obj, '__dict__', ()), *(s for c in type(obj).__mro__
                                               for s in _slot_names(c))]
+    if called in names: names.insert(0, called)
     return next((name for name in names if getattr(obj, name, None) is child), None)
 
-# %% ../../nbs/12a_attach.ipynb #8caf3574
+# %% ../../nbs/12a_attach.ipynb #9c3f162f
 def _placed(obj: Any) -> Iterator[tuple[str | None, Any, Place]]:
     "Names, values and places of what an object contains."
     found = children(obj)
     if hasattr(type(obj), '__fucina_children__'):
-        for name, x in found: yield name, x, Place(obj, _attribute(obj, x), False)
+        for name, x in found: yield name, x, Place(obj, _attribute(obj, x, name), False)
     elif isinstance(obj, (list, tuple, Mapping)):
         keys = obj if isinstance(obj, Mapping) else range(len(obj))
         for key, (name, x) in zip(keys, found): yield name, x, Place(obj, key, True)
@@ -186,7 +193,7 @@ def _check_weight(f: Field) -> None:
     if len(w.tags) != 2: raise InvalidShapeError(
         f'{f} is no matrix of an output and an input: {describe(w)}')
 
-# %% ../../nbs/12a_attach.ipynb #2d031b2a
+# %% ../../nbs/12a_attach.ipynb #f6864bbe
 def _groups(found: list[Field], chosen: list[Field]) -> list[list[Field]]:
     "The chosen fields, those of one tensor together."
     groups: dict[int, list[Field]] = {}
@@ -198,7 +205,20 @@ def _groups(found: list[Field], chosen: list[Field]) -> list[list[Field]]:
             'or give one of them a copy')
     return list(groups.values())
 
-# %% ../../nbs/12a_attach.ipynb #d927e787
+def _overlap(a: Any, b: Any) -> bool:
+    "Whether two tensors share memory; what is packed or released counts as apart."
+    arrays = [w._data for w in (a, b) if isinstance(w, Named) and w._data is not None]
+    return len(arrays) == 2 and np.shares_memory(*arrays)
+
+def _check_memory(found: list[Field], chosen: list[Field]) -> None:
+    "Refuse a weight that changes if another one is merged."
+    for f in chosen:
+        for g in found:
+            if f.weight is not g.weight and _overlap(f.weight, g.weight): raise LoraError(
+                f'{g} and {f} are two tensors over one memory: give one of them a copy, '
+                'or both fields the same tensor')
+
+# %% ../../nbs/12a_attach.ipynb #1c43ac4d
 DROPOUT = 0x64726F7064726F70  # keeps the stream of masks apart from that of first values
 
 class Masks:
@@ -206,13 +226,17 @@ class Masks:
 
     def __init__(self, seed: int, count: int):
         self.seed, self.count = index(seed) & MASK, count
-        self.step, self.on = 0, False  # micro-batches so far; whether one is under way
+        self.step = 0  # micro-batches so far
+        self.thread: int | None = None  # which has one under way
 
     def of(self, k: int) -> int | None:
         "The seed for a target; None for evaluation."
-        return at(self.seed ^ DROPOUT, self.step * self.count + k) if self.on else None
+        if self.thread != get_ident(): return None
+        return at(self.seed ^ DROPOUT, self.step * self.count + k)
 
-# %% ../../nbs/12a_attach.ipynb #27fa6495
+    def __getstate__(self) -> dict[str, Any]: return {**self.__dict__, 'thread': None}
+
+# %% ../../nbs/12a_attach.ipynb #dc928355
 class AdapterMap(Mapping[str, Adapter]):
     "Adapters by the names of their fields."
 
@@ -233,36 +257,50 @@ class AdapterMap(Mapping[str, Adapter]):
 
     def register_params(self,
         opt: Any,  # an optimizer
+        prefix: str = '',  # for the names, if it has other sets too
     ) -> None:
         "Have all of them trained, under the names that files use; after an error none is."
+        entries = list(walk(self, prefix))
         if isinstance(opt, Optimizer):
-            for name, t in walk(self): opt._admit(t, name)
-        for name, t in walk(self): opt.add_param(t, name=name)
+            known = {name for _, name, _ in opt._named()}
+            for name, t in entries:
+                opt._admit(t, name)
+                if name in known: raise CheckpointDuplicateNameError(
+                    f'the optimizer has a parameter {shown(name)}; a prefix tells two '
+                    'sets apart')
+        for name, t in entries: opt.add_param(t, name=name)
 
-# %% ../../nbs/12a_attach.ipynb #6567a8d1
+# %% ../../nbs/12a_attach.ipynb #35df2040
 Change = tuple[Field, Any]  # a field as it was, and what takes the weight's place
 
 @uninterrupted
+def _take_back(changes: list[Change]) -> None:
+    "Put the old weights back wherever the new ones are."
+    for f, new in changes:
+        with suppress(Exception):
+            if f.place.get() is new: f.place.put(f.weight)
+
 def _exchange(changes: list[Change]) -> None:
     "Put the new weights into their fields: all, or after an error none."
-    done: list[Field] = []
-    for f, new in changes:
-        try: f.place.put(new)
-        except Exception as e:
-            for old in done: old.place.put(old.weight)
-            raise LoraError(f'{f}: a {type(f.place.owner).__name__} does not let its '
-                            f'weights be exchanged ({e})') from e
-        done.append(f)
+    try:
+        for f, new in changes:
+            try: f.place.put(new)
+            except Exception as e: raise LoraError(
+                f'{f}: a {type(f.place.owner).__name__} does not let its weights be '
+                f'exchanged ({e})') from e
+    except BaseException:  # Ctrl-C too
+        _take_back(changes)
+        raise
 
-# %% ../../nbs/12a_attach.ipynb #37d630b9
-def _fold(f: Field, adapter: Adapter) -> None:
-    "Merge an adapter into the memory of the weight."
+# %% ../../nbs/12a_attach.ipynb #1d27a709
+def _merged(f: Field, adapter: Adapter) -> np.ndarray:
+    "The values of a weight with its adapter added, apart from the weight."
     w = f.weight.detach()
-    if w.dtype == 'f32': adapter.merge_into(w)
-    else:
-        merge = adapter.merge_f16 if w.dtype == 'f16' else adapter.merge_bf16
-        np.copyto(w.data(), merge(w).data_const())
-    if f.weight.is_leaf: _ = f.weight.value  # counts as a write to the variable
+    if w.dtype == 'f32':
+        w = w.to('f32')
+        adapter.merge_into(w)
+    else: w = (adapter.merge_f16 if w.dtype == 'f16' else adapter.merge_bf16)(w)
+    return w.data_const()
 
 def _check_merge(f: Field) -> None:
     w = f.weight
@@ -272,7 +310,7 @@ def _check_merge(f: Field) -> None:
     try: f.weight.detach().data()
     except FucinaError as e: raise type(e)(f'{f}: {e}') from None
 
-# %% ../../nbs/12a_attach.ipynb #6061cb86
+# %% ../../nbs/12a_attach.ipynb #d0430288
 class Placed(AdapterMap):
     "Adapters and where they are."
 
@@ -283,12 +321,12 @@ class Placed(AdapterMap):
 
     def _check_present(self) -> None:
         if not self._changes: raise LoraError('these adapters are in no model any more')
-        if self._masks.on: raise LoraError('a micro-batch is under way')
+        if self._masks.thread is not None: raise LoraError('a micro-batch is under way')
         for f, new in self._changes:
             if f.place.get() is not new: raise LoraError(
                 f'{f} was replaced after the adapters had been attached')
 
-# %% ../../nbs/12a_attach.ipynb #56ea0b4a
+# %% ../../nbs/12a_attach.ipynb #4fe42788
 class Attached(Placed):
     "Adapters in a model."
 
@@ -301,15 +339,17 @@ class Attached(Placed):
         "Put back the weights with the adapters merged into them; or after an error, don't."
         self._check_present()
         for f, _ in self._targets: _check_merge(f)
-        self._let_go(self._targets)
+        self._let_go([(f, _merged(f, w.adapter)) for f, w in self._targets])
 
     @uninterrupted
-    def _let_go(self, merged: list[tuple[Field, Adapted]]) -> None:
-        for f, w in merged: _fold(f, w.adapter)
-        for f, _ in self._changes: f.place.put(f.weight)
+    def _let_go(self, merged: list[tuple[Field, np.ndarray]]) -> None:
+        _exchange([(f._replace(weight=new), f.weight) for f, new in self._changes])
+        for f, values in merged:
+            np.copyto(f.weight.detach().data(), values)
+            if f.weight.is_leaf: _ = f.weight.value  # counts as a write to the variable
         self._changes = []
 
-# %% ../../nbs/12a_attach.ipynb #808e5c20
+# %% ../../nbs/12a_attach.ipynb #c2b61764
 class Training(Attached):
     "Adapters in a run."
 
@@ -323,20 +363,23 @@ class Training(Attached):
         "One micro-batch, with dropout."
         self._check_present()
         masks = self._masks
-        masks.on = True
+        masks.thread = get_ident()
         try: yield
-        finally: masks.on = False
+        finally: masks.thread = None
         masks.step += 1
 
     def state(self,
-        **more: Any,  # other fields
+        **more: Any,  # other fields; what is known here may be given, but not otherwise
     ) -> TrainerState:
         "What a checkpoint has to know about the adapters."
-        lora = dict(lora_rank=self.rank, lora_alpha=float(self.alpha),
-                    lora_dropout_p=float(self.dropout_p))
-        return TrainerState(**{'step': self.step, 'seed': self._masks.seed, **lora, **more})
+        own = dict(step=self.step, seed=self._masks.seed, lora_rank=self.rank,
+                   lora_alpha=float(self.alpha), lora_dropout_p=float(self.dropout_p))
+        for name in own.keys() & more:
+            if more[name] != own[name]: raise CheckpointConfigMismatchError(
+                f'{name} is {own[name]} in these adapters, not {more[name]}')
+        return TrainerState(**{**own, **more})
 
-# %% ../../nbs/12a_attach.ipynb #fe7b3263
+# %% ../../nbs/12a_attach.ipynb #7d46b4f9
 CHECKED = 'lora_rank', 'lora_alpha', 'lora_dropout_p', 'seed'
 
 class Stored(Training):
@@ -348,6 +391,7 @@ class Stored(Training):
 
     def load(self, path: Folder, *, aliases: Any = ()) -> None:
         "Read all of them, or after an error none."
+        self._check_present()
         load(path, self, aliases=aliases)
 
     def check_state(self, state: TrainerState) -> None:
@@ -355,22 +399,30 @@ class Stored(Training):
         own = self.state()
         for name in CHECKED:
             there, here = getattr(state, name), getattr(own, name)
-            if there is not None and name in CHECKED[1:3]: there = float(np.float32(there))
+            if there is not None and name in CHECKED[1:3]:
+                with np.errstate(over='ignore'): there = float(np.float32(there))
             if there != here: raise CheckpointConfigMismatchError(
                 f'{name} is {there} in the checkpoint, and {here} in this run')
 
-# %% ../../nbs/12a_attach.ipynb #385f24a2
+# %% ../../nbs/12a_attach.ipynb #8c8db88c
 class Resuming(Stored):
     "Adapters in a run that was interrupted."
 
     def resume(self,
         folder: Folder,  # a checkpoint
         optimizer: Any = None,  # to be loaded too
+        *,
+        model: Any = None,  # what was saved, if more than the adapters: they are part of it
+        tensor_file: str | None = None,  # None: that of the adapters, or of the model
     ) -> TrainerState:
         "Go on from a checkpoint; one of other adapters changes nothing."
+        self._check_present()
+        if tensor_file is None:
+            tensor_file = ADAPTERS_STATE_FILE if model is None else MODEL_STATE_FILE
         state = load_trainer_state(folder)
         self.check_state(state)
-        load_checkpoint(folder, self, optimizer, tensor_file=ADAPTERS_STATE_FILE)
+        load_checkpoint(folder, self if model is None else model, optimizer,
+                        tensor_file=tensor_file)
         self._masks.step = state.step
         return state
 
@@ -395,13 +447,16 @@ class Adapters(Resuming):
     def __repr__(self) -> str: return show_text(*self._shown())
     def _repr_html_(self) -> str: return show_html(*self._shown())
 
-# %% ../../nbs/12a_attach.ipynb #fbf49318
+# %% ../../nbs/12a_attach.ipynb #d2101fe1
 def _checked(model: Any) -> list[Field]:
     "The fields of a model that can get adapters."
-    found = fields(model)
+    found, names = fields(model), set()
     for f in found:
         if f.place.owner is None:
             raise TypeError(f'adapters go into a model, got a {type(model).__name__} alone')
+        if f.name in names:
+            raise CheckpointDuplicateNameError(f'two weights are called {f}')
+        names.add(f.name)
         if isinstance(f.weight, Weight): raise LoraError(
             f'{f} has an adapter already: merge() or detach() those first')
     return found
@@ -420,7 +475,7 @@ def _adapted(groups: list[list[Field]], masks: Masks, seed: int,
         made.append((f, Adapted(f.name, base, adapter, partial(masks.of, k))))
     return made
 
-# %% ../../nbs/12a_attach.ipynb #6f436558
+# %% ../../nbs/12a_attach.ipynb #a0accfb1
 def attach(
     model: Any,  # an object that holds weights
     targets: str | Sequence[str],  # fields to adapt: 'layers.0.w', or its end, or with *
@@ -435,12 +490,14 @@ def attach(
     chosen = _chosen(found, targets)
     for f in chosen: _check_weight(f)
     groups = _groups(found, chosen)
+    _check_memory(found, chosen)
     masks = Masks(seed, len(groups))
     made = _adapted(groups, masks, seed, rank=rank, alpha=alpha, dropout_p=dropout_p)
     new: dict[int, Any] = {id(f.weight): w for f, w in made}
     for f in found:
         if _trains(f): new.setdefault(id(f.weight), f.weight.detach())
     changes = [(f, new[id(f.weight)]) for f in found if id(f.weight) in new]
-    _exchange(changes)
     sizes = {id(f.weight): math.prod(f.weight.shape) for f in found}
-    return Adapters(made, masks, changes, sum(sizes.values()))
+    adapters = Adapters(made, masks, changes, sum(sizes.values()))
+    _exchange(changes)
+    return adapters
