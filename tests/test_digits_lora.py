@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from fucina.apps import cli
+from fucina.data import Batches
 from fucina.errors import (CheckpointConfigMismatchError, InvalidAccumStepsError, InvalidRankError,
                            UnknownArgumentError)
 from fucina.exec import ExecContext
+from fucina.lora import Adapter
 from fucina.rng import at
 
 pytest.importorskip('sklearn')
@@ -77,6 +79,40 @@ def test_refusals(capsys):
                         (['--alpha=3'], UnknownArgumentError)):
         with pytest.raises(error): digits.main(['--lora', *argv])
     with pytest.raises(UnknownArgumentError, match='--rank'): digits.main(['--rank=3'])
+
+
+@pytest.mark.parametrize('accum', [1, 2])
+def test_every_micro_batch_has_masks_of_its_own(accum, monkeypatch, tmp_path):
+    old, new = digits_lora.two_tasks(*digits.load_digits(), 2)
+    base, seen = digits.first_net(3), []
+    apply = Adapter.apply
+
+    def watched(self, x, y, seed=None):
+        seen.append(seed)
+        return apply(self, x, y, seed)
+
+    def run(): return digits_lora.AdapterRun(digits_lora.adapted(base, 5, rank=3), new,
+                                             Batches(len(new.y), 128, 1), 2, accum)
+    monkeypatch.setattr(Adapter, 'apply', watched)
+    with ExecContext(gemm='pinned'):
+        one = run()
+        adapters = one.net.adapters
+        assert (adapters.rank, adapters.alpha, adapters.dropout_p) == (3, 6, np.float32(0.1))
+        assert [x.alpha for x in adapters.values()] == [6, 6] and not seen
+        losses = digits.finish(one, 'masked')
+        assert adapters.step == one.taken == one.todo == 12
+        assert None not in seen and len(set(seen)) == len(seen) == 2 * 12
+        digits_lora.save(tmp_path / 'a', one, 5)
+        adapters._masks.step = 11                              # one micro-batch outside of the block
+        with pytest.raises(CheckpointConfigMismatchError, match='step is 11'):
+            digits_lora.save(tmp_path / 'b', one, 5)
+        assert not (tmp_path / 'b').exists()
+        monkeypatch.setattr(digits_lora.Trained, '__call__', lambda self, x: self.net(x))
+        seen.clear()
+        plain = run()
+        dry = digits.finish(plain, 'dry')
+    assert set(seen) == {None} and plain.net.adapters.step == 0
+    assert dry[0] == losses[0] and dry[1:] != losses[1:]       # B is zero at first: nothing to hide
 
 
 @pytest.mark.parametrize('accum', [1, 2])

@@ -1,5 +1,9 @@
 """Adapters in a model: the same forward pass, the same names, all of it undone or merged exactly."""
 import io
+import os
+import signal
+import threading
+import warnings
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,11 +13,12 @@ import pytest
 
 import fucina
 from fucina import ParamRegistry, checkpoint, constant, exec_scope, gather, variable
-from fucina.errors import (CheckpointConfigMismatchError, CheckpointMissingEntryError,
+from fucina.errors import (CheckpointConfigMismatchError, CheckpointDuplicateNameError, CheckpointMissingEntryError,
                            CheckpointShapeMismatchError, CheckpointUnknownNameError, DTypeError,
                            DuplicateParamError, ExecScopeRequiredError, FucinaError,
                            InvalidDropoutError, InvalidRankError, InvalidShapeError, LoraError,
-                           NotAVariableError, ReadOnlyDataError, TagError, UnknownAdapterNameError)
+                           NotAVariableError, ReadOnlyDataError, TagError, UnknownAdapterNameError,
+                           UseAfterScopeError)
 from fucina.exec import ExecContext
 from fucina.lora import Adapter, attach
 from fucina.lora.attach import DROPOUT, Adapted, fields
@@ -204,6 +209,31 @@ class Record:
     w: Tensor
 
 
+class SlottedStored:
+    "The same, without a dictionary; the second name is that of an attribute."
+    __slots__ = ('_first', 'second')
+    def __init__(self): self._first, self.second = bases()['f32 variable'], bases()['f16']
+    def __fucina_children__(self): yield 'first', self._first; yield 'second', self.second
+
+class Both:
+    "One tensor in two attributes, each under its own name."
+    def __init__(self): self.a = self.b = bases()['f32 variable']
+    def __fucina_children__(self): yield 'a', self.a; yield 'b', self.b
+
+
+def test_places_of_children_by_name():
+    for model, names in ((SlottedStored(), ('first', 'second')), (Both(), ('a', 'b'))):
+        before = snapshot(model)
+        attach(model, names, **CONFIG).detach()
+        assert_same(before, snapshot(model))
+        adapters = attach(model, names, **CONFIG)
+        assert all(isinstance(w, Adapted) for _, w in model.__fucina_children__())
+        fill(adapters)
+        adapters.merge()
+        assert [w is old for (_, w), (_, old, *_) in zip(model.__fucina_children__(), before)] == [True, True]
+    assert model.a is model.b
+
+
 def test_places():
     model = {'slots': Slotted(), 'stored': Stored(), 'record': Record(bases()['f16']), 7: bases()['bf16'],
              'list': [bases()['f32 variable'], (Layer(bases()['packed']),)]}
@@ -269,7 +299,7 @@ def test_tied_weights():
     assert list(adapters) == ['first.w', 'other'] and model['again'][0] is model['first'].w
     assert np.array_equal(adapters['other'].a.numpy(),
                           Adapter('in', 'out', 4, 4, rank=2, alpha=4, seed=at(7, 1)).a.numpy())
-    assert '48' in repr(adapters) or '32 are frozen' in repr(adapters)
+    assert '32 parameters train, 32 are frozen' in repr(adapters)
     assert [n for n, _ in walk(model)] == ['first.w', 'again.0', 'other']
     fill(adapters)
     x = constant(uniform((2, 4), 3), 'batch in')
@@ -401,15 +431,43 @@ def mistakes():
     yield [one], 'w', {'seed': 'x'}, TypeError, 'str'
     yield [one, variable(np.ones((2, 3)), 'lora_r in')], ['w', '1'], {}, TagError, "'1': "
     yield var, '*', {}, TypeError, 'Tensor alone'
+    twice = CheckpointDuplicateNameError
+    yield {'a.b': one, 'a': {'b': Layer(bases()['f32'])}}, 'w', {}, twice, "two weights are called 'a.b.w'"
+    yield {1: one, '1': Layer(bases()['f32'])}, 'w', {}, twice, "two weights are called '1.w'"
+    yield {'w': var, 'x.y': bases()['f16'], 'x': {'y': bases()['f16']}}, 'w', {}, twice, "'x.y'"
+    shared = Layer(var.detach())
+    for names in ('w', '0.w', '1.w'):
+        yield [one, shared], names, {}, LoraError, "'(0|1).w' and '(0|1).w' are two tensors over one memory"
+    yield [one, Layer(var.detach().narrow('out', 1, 2))], '0.w', {}, LoraError, "'1.w' and '0.w' are two"
 
 
-@pytest.mark.parametrize('case', range(26))
+@pytest.mark.parametrize('case', range(33))
 def test_mistakes_change_nothing(case):
     model, targets, config, error, said = list(mistakes())[case]
     before = snapshot(model)
     with pytest.raises(error, match=said): attach(model, targets, **CONFIG | config)
     assert_same(before, snapshot(model))
-    assert len(list(mistakes())) == 26
+    assert len(list(mistakes())) == 33
+
+
+def test_halves_of_one_memory_are_apart():
+    whole = constant(uniform((8, 8), 5), 'out in')
+    model = [Layer(whole.narrow('out', 0, 4)), Layer(whole.narrow('out', 4, 4))]
+    with exec_scope(): gone = bases()['f32'].scale(2)
+    adapters = attach([*model, gone], '*.w', **CONFIG)         # not a target: nobody asks
+    fill(adapters)
+    assert list(adapters) == ['0.w', '1.w']
+    learned = [layer(X).numpy() for layer in model]
+    adapters.merge()
+    for layer, y in zip(model, learned): np.testing.assert_allclose(layer(X).numpy(), y, rtol=0, atol=1e-4)
+
+
+def test_a_released_target():
+    with exec_scope(): gone = bases()['f32'].scale(2)
+    model = [Layer(bases()['f32 variable']), Layer(gone)]
+    held = model[0].w
+    with pytest.raises(UseAfterScopeError, match='1.w'): attach(model, 'w', **CONFIG)
+    assert model[0].w is held and model[1].w is gone
 
 
 def test_a_model_with_adapters_gets_no_more():
@@ -439,17 +497,107 @@ def test_merge_changes_all_or_nothing():
         assert_same(before, snapshot(model))
 
 
-def test_a_micro_batch_under_way():
+@pytest.mark.parametrize('bad', ['memory', 'shape', 'owner'])
+def test_merge_that_fails_at_the_second_weight(bad, monkeypatch):
+    class Once(Layer):
+        "Does not take back what it gave away."
+        stuck = False
+        def __setattr__(self, name, value):
+            if self.stuck: raise AttributeError('stuck')
+            super().__setattr__(name, value)
+
+    model = [Layer(bases()['f32 variable']), Once(bases()['f16']), Layer(bases()['bf16'])]
+    before = snapshot(model)
+    adapters = attach(model, 'w', **CONFIG)
+    fill(adapters)
+    held, learned, own = [layer.w for layer in model], model[0](X).numpy(), adapters['1.w'].b
+    with monkeypatch.context() as patch:
+        if bad == 'shape': adapters['1.w'].b = variable(np.ones((3, 2)), 'out lora_r')
+        elif bad == 'owner': patch.setattr(Once, 'stuck', True)
+        else:
+            def full(w): raise MemoryError
+            patch.setattr(adapters['1.w'], 'merge_f16', full)
+        for call in (adapters.merge, *[adapters.detach] * (bad == 'owner')):
+            with pytest.raises((MemoryError, ValueError, LoraError)): call()
+            assert all(layer.w is w for layer, w in zip(model, held))
+            assert np.array_equal(model[0](X).numpy(), learned)
+    adapters['1.w'].b = own
+    adapters.detach()
+    assert_same(before, snapshot(model))
+
+
+class Signalled(Layer):
+    "A Ctrl-C comes whenever its weight is exchanged."
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if 'fires' in self.__dict__: os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize('last', [0, 2])
+def test_interrupted(last):
+    model = [Signalled(bases()['f32 variable']) for _ in range(3)]
+    before = snapshot(model)
+    model[last].__dict__['fires'] = True
+    with pytest.raises(KeyboardInterrupt): attach(model, 'w', **CONFIG)
+    assert_same(before, snapshot(model))                       # nobody has the adapters, and no field
+    del model[last].fires
+    for call in ('detach', 'merge'):
+        adapters = attach(model, 'w', **CONFIG)
+        fill(adapters)
+        expected = [(layer.w.to('f32') if call == 'merge' else layer.w.base).numpy().copy() for layer in model]
+        for layer in model: layer.__dict__['fires'] = True
+        with pytest.raises(KeyboardInterrupt): getattr(adapters, call)()
+        assert [layer.w for layer in model] == [w for _, w, *_ in before]
+        assert_equal([layer.w.numpy() for layer in model], expected)
+        with pytest.raises(LoraError, match='in no model'): adapters.detach()
+        for layer in model: del layer.fires
+
+
+def test_interrupted_again_on_the_way_back():
+    class Late(Signalled):
+        "The first Ctrl-C comes with the last weight, more of them on the way back."
+        def __setattr__(self, name, value):
+            if isinstance(value, Tensor): self.__dict__['fires'] = True
+            super().__setattr__(name, value)
+    model = [Late.__new__(Late) for _ in range(3)]
+    for layer in model: layer.__dict__['w'] = bases()['f32 variable']
+    model[2].__dict__['fires'] = True
+    before = snapshot(model)
+    with pytest.raises(KeyboardInterrupt): attach(model, 'w', **CONFIG)
+    assert_same(before, snapshot(model))
+
+
+def test_a_micro_batch_under_way(tmp_path):
     model = net()
     adapters = attach(model, 'w', dropout_p=0.5, **CONFIG)
     with pytest.raises(ZeroDivisionError), adapters.training():
-        for call in (adapters.merge, adapters.detach, adapters.training().__enter__):
+        for call in (adapters.merge, adapters.detach, adapters.training().__enter__,
+                     lambda: adapters.load(tmp_path / 'a'), lambda: adapters.resume(tmp_path),
+                     lambda: model.layers[0].w.to('f32')):
             with pytest.raises(LoraError, match='under way'): call()
         seen = model(X).numpy()
         raise ZeroDivisionError
     assert adapters.step == 0                                  # it has not happened
     with adapters.training(): assert np.array_equal(model(X).numpy(), seen) or fill(adapters)
     assert adapters.step == 1
+    assert model.layers[0].w.to('f32').shape == (5, 8)
+
+
+def test_dropout_is_on_for_one_thread_and_one_model():
+    model = net()
+    adapters = attach(model, 'w', dropout_p=0.5, **CONFIG)
+    fill(adapters)
+    quiet, seen = model(X).numpy(), []
+    with adapters.training():
+        other, others = deepcopy((model, adapters))
+        thread = threading.Thread(target=lambda: seen.append(model(X).numpy()))
+        thread.start()
+        thread.join()
+        masked = model(X).numpy()
+    assert np.array_equal(seen[0], quiet) and not np.array_equal(masked, quiet)
+    assert np.array_equal(other(X).numpy(), quiet) and others.step == 0
+    with others.training(): assert np.array_equal(other(X).numpy(), masked)
+    others.detach()
 
 
 # --- training
@@ -519,6 +667,9 @@ def test_resume_of_other_adapters_changes_nothing(tmp_path):
         assert_equal(before, values(others))
         assert others.step == 0 and not opt2.slots[0].m.any()
     _, others, opt2 = start(0.1)
+    with warnings.catch_warnings(), pytest.raises(CheckpointConfigMismatchError, match='1e.300|inf'):
+        warnings.simplefilter('error')
+        others.check_state(TrainerState(step=2, seed=7, lora_rank=2, lora_alpha=1e300, lora_dropout_p=0.1))
     short = TrainerState(step=2, seed=7, lora_rank=2, lora_alpha=4, lora_dropout_p=0.1)
     others.check_state(short)                                  # written by hand, not from float32
     for gone in ('lora_rank', 'lora_alpha', 'lora_dropout_p'):
@@ -529,6 +680,18 @@ def test_resume_of_other_adapters_changes_nothing(tmp_path):
     with pytest.raises(FucinaError): others.resume(tmp_path, opt2)
     assert others.step == 0
     assert_equal(before, values(others))
+
+
+def test_state_does_not_contradict_the_adapters():
+    model, adapters, opt = start(0.1)
+    steps(model, adapters, opt, 2)
+    assert adapters.state(step=2, seed=7, lora_rank=2, learning_rate=0.5).learning_rate == 0.5
+    for wrong in ({'step': 1}, {'seed': 8}, {'lora_rank': 9}, {'lora_alpha': 1}, {'lora_dropout_p': 0.5}):
+        with pytest.raises(CheckpointConfigMismatchError, match=f'{[*wrong][0]} is'): adapters.state(**wrong)
+    with pytest.raises(TypeError): adapters.state(rank=2)
+    for seed in (-1, 2**64 - 1, 2**65 - 1):                    # a file has 64 bits
+        state = attach(net(), 'w', **{**CONFIG, 'seed': seed}).state()
+        assert state.seed == 2**64 - 1
 
 
 def test_accumulation_over_four_micro_batches():
@@ -601,8 +764,7 @@ def test_muon_trunk_and_adamw_adapters(tmp_path):
         save_checkpoint(tmp_path, run, opt, head.state(), durable=False)
         rest = steps(model, head, opt, 4)
         model2, head2, opt2, run2 = begin()
-        head2.check_state(load_trainer_state(tmp_path))
-        head2._masks.step = fucina.training_checkpoint.load_checkpoint(tmp_path, run2, opt2).step
+        assert head2.resume(tmp_path, opt2, model=run2).step == head2.step == 6
         assert steps(model2, head2, opt2, 4) == rest and rest[-1] < losses[0]
     for a, b in zip(run, run2): assert np.array_equal(a.array, b.array)
     assert 'head.w.lora_a' in [v.name for v in run]
@@ -639,6 +801,38 @@ def test_save_and_load(tmp_path):
     assert_equal(before, values(others))
     one = attach([Layer(variable(np.ones((5, 8)), 'h in'))], 'w', rank=2, alpha=4, seed=2)
     one.load(path, aliases={f'layers.0.w.lora_{ab}': f'0.w.lora_{ab}' for ab in 'ab'})
+
+
+def test_files_of_detached_adapters(tmp_path):
+    model, adapters, opt = start()
+    save_checkpoint(tmp_path, adapters, opt, adapters.state(), tensor_file=ADAPTERS_STATE_FILE, durable=False)
+    before = values(adapters)
+    adapters.detach()
+    for call in (lambda: adapters.load(tmp_path / ADAPTERS_STATE_FILE), lambda: adapters.resume(tmp_path, opt)):
+        with pytest.raises(LoraError, match='in no model'): call()
+    assert_equal(values(adapters), before)
+    fucina.save(tmp_path / 'again', adapters)                   # writing is harmless
+    assert (tmp_path / 'again').read_bytes() == (tmp_path / ADAPTERS_STATE_FILE).read_bytes()
+
+
+def test_two_sets_in_one_optimizer():
+    model = net()
+    sets, opt = [attach(layer, 'w', **CONFIG) for layer in model.layers], AdamW()
+    sets[0].register_params(opt)
+    with pytest.raises(CheckpointDuplicateNameError, match="'w.lora_a'.*prefix"): sets[1].register_params(opt)
+    assert len(opt.slots) == 2
+    sets[1].register_params(opt, 'layers.1')
+    assert [slot.param.name for slot in opt.slots] == ['w.lora_a', 'w.lora_b', 'layers.1.w.lora_a', 'layers.1.w.lora_b']
+
+
+def test_layers_list_what_trains():
+    model = net()
+    old = model.parameters()
+    shown = repr(model)
+    adapters = attach(model, 'layers.0.w', **CONFIG)
+    assert model.parameters() == [] and repr(model) == shown
+    adapters.detach()
+    assert all(a is b for a, b in zip(model.parameters(), old)) and len(old) == 4
 
 
 def test_optimizers_get_all_or_none():

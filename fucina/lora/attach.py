@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DROPOUT', 'Change', 'CHECKED', 'Weight', 'Sum', 'Adapted', 'Place', 'Field', 'fields', 'Masks', 'AdapterMap',
-           'Placed', 'Attached', 'Training', 'Stored', 'Resuming', 'Adapters', 'attach']
+           'AdapterParams', 'Placed', 'Attached', 'Training', 'Described', 'Stored', 'Resuming', 'Adapters', 'attach']
 
 # %% ../../nbs/12a_attach.ipynb #391557c5
 import math
@@ -193,18 +193,7 @@ def _check_weight(f: Field) -> None:
     if len(w.tags) != 2: raise InvalidShapeError(
         f'{f} is no matrix of an output and an input: {describe(w)}')
 
-# %% ../../nbs/12a_attach.ipynb #f6864bbe
-def _groups(found: list[Field], chosen: list[Field]) -> list[list[Field]]:
-    "The chosen fields, those of one tensor together."
-    groups: dict[int, list[Field]] = {}
-    for f in chosen: groups.setdefault(id(f.weight), []).append(f)
-    names = {f.name for f in chosen}
-    for f in found:
-        if id(f.weight) in groups and f.name not in names: raise LoraError(
-            f'{f} is the same tensor as {groups[id(f.weight)][0]}: name both, '
-            'or give one of them a copy')
-    return list(groups.values())
-
+# %% ../../nbs/12a_attach.ipynb #5f53b49b
 def _overlap(a: Any, b: Any) -> bool:
     "Whether two tensors share memory; what is packed or released counts as apart."
     arrays = [w._data for w in (a, b) if isinstance(w, Named) and w._data is not None]
@@ -217,6 +206,19 @@ def _check_memory(found: list[Field], chosen: list[Field]) -> None:
             if f.weight is not g.weight and _overlap(f.weight, g.weight): raise LoraError(
                 f'{g} and {f} are two tensors over one memory: give one of them a copy, '
                 'or both fields the same tensor')
+
+# %% ../../nbs/12a_attach.ipynb #d1250e74
+def _groups(found: list[Field], chosen: list[Field]) -> list[list[Field]]:
+    "The chosen fields, those of one tensor together."
+    groups: dict[int, list[Field]] = {}
+    for f in chosen: groups.setdefault(id(f.weight), []).append(f)
+    names = {f.name for f in chosen}
+    for f in found:
+        if id(f.weight) in groups and f.name not in names: raise LoraError(
+            f'{f} is the same tensor as {groups[id(f.weight)][0]}: name both, '
+            'or give one of them a copy')
+    _check_memory(found, chosen)
+    return list(groups.values())
 
 # %% ../../nbs/12a_attach.ipynb #1c43ac4d
 DROPOUT = 0x64726F7064726F70  # keeps the stream of masks apart from that of first values
@@ -236,7 +238,7 @@ class Masks:
 
     def __getstate__(self) -> dict[str, Any]: return {**self.__dict__, 'thread': None}
 
-# %% ../../nbs/12a_attach.ipynb #dc928355
+# %% ../../nbs/12a_attach.ipynb #499b37a6
 class AdapterMap(Mapping[str, Adapter]):
     "Adapters by the names of their fields."
 
@@ -250,6 +252,10 @@ class AdapterMap(Mapping[str, Adapter]):
     def __len__(self) -> int: return len(self._adapters)
     def __fucina_children__(self) -> Iterator[tuple[str, Adapter]]:
         yield from self._adapters.items()
+
+# %% ../../nbs/12a_attach.ipynb #f0164628
+class AdapterParams(AdapterMap):
+    "Adapters for optimizers."
 
     def parameters(self) -> list[Tensor]:
         "A and B of every adapter: all that trains."
@@ -310,8 +316,8 @@ def _check_merge(f: Field) -> None:
     try: f.weight.detach().data()
     except FucinaError as e: raise type(e)(f'{f}: {e}') from None
 
-# %% ../../nbs/12a_attach.ipynb #d0430288
-class Placed(AdapterMap):
+# %% ../../nbs/12a_attach.ipynb #428eede1
+class Placed(AdapterParams):
     "Adapters and where they are."
 
     def __init__(self, targets: list[tuple[Field, Adapted]], masks: Masks,
@@ -349,7 +355,7 @@ class Attached(Placed):
             if f.weight.is_leaf: _ = f.weight.value  # counts as a write to the variable
         self._changes = []
 
-# %% ../../nbs/12a_attach.ipynb #c2b61764
+# %% ../../nbs/12a_attach.ipynb #a88a029b
 class Training(Attached):
     "Adapters in a run."
 
@@ -368,6 +374,10 @@ class Training(Attached):
         finally: masks.thread = None
         masks.step += 1
 
+# %% ../../nbs/12a_attach.ipynb #f1ad612c
+class Described(Training):
+    "Adapters as a checkpoint knows them."
+
     def state(self,
         **more: Any,  # other fields; what is known here may be given, but not otherwise
     ) -> TrainerState:
@@ -379,10 +389,10 @@ class Training(Attached):
                 f'{name} is {own[name]} in these adapters, not {more[name]}')
         return TrainerState(**{**own, **more})
 
-# %% ../../nbs/12a_attach.ipynb #7d46b4f9
+# %% ../../nbs/12a_attach.ipynb #8752ba2e
 CHECKED = 'lora_rank', 'lora_alpha', 'lora_dropout_p', 'seed'
 
-class Stored(Training):
+class Stored(Described):
     "Adapters and their files."
 
     def save(self, path: Folder) -> None:
@@ -447,7 +457,7 @@ class Adapters(Resuming):
     def __repr__(self) -> str: return show_text(*self._shown())
     def _repr_html_(self) -> str: return show_html(*self._shown())
 
-# %% ../../nbs/12a_attach.ipynb #d2101fe1
+# %% ../../nbs/12a_attach.ipynb #ad9e6ddf
 def _checked(model: Any) -> list[Field]:
     "The fields of a model that can get adapters."
     found, names = fields(model), set()
@@ -463,6 +473,7 @@ def _checked(model: Any) -> list[Field]:
 
 def _trains(f: Field) -> bool: return isinstance(f.weight, Named) and f.weight.is_leaf
 
+# %% ../../nbs/12a_attach.ipynb #5f73e0ab
 def _adapted(groups: list[list[Field]], masks: Masks, seed: int,
              **config: Any) -> list[tuple[Field, Adapted]]:
     "A new adapter for each group of fields; errors name the field."
@@ -475,7 +486,7 @@ def _adapted(groups: list[list[Field]], masks: Masks, seed: int,
         made.append((f, Adapted(f.name, base, adapter, partial(masks.of, k))))
     return made
 
-# %% ../../nbs/12a_attach.ipynb #a0accfb1
+# %% ../../nbs/12a_attach.ipynb #3a91fcfb
 def attach(
     model: Any,  # an object that holds weights
     targets: str | Sequence[str],  # fields to adapt: 'layers.0.w', or its end, or with *
@@ -490,7 +501,6 @@ def attach(
     chosen = _chosen(found, targets)
     for f in chosen: _check_weight(f)
     groups = _groups(found, chosen)
-    _check_memory(found, chosen)
     masks = Masks(seed, len(groups))
     made = _adapted(groups, masks, seed, rank=rank, alpha=alpha, dropout_p=dropout_p)
     new: dict[int, Any] = {id(f.weight): w for f, w in made}
