@@ -12,10 +12,12 @@ from importlib import import_module
 from .. import __version__
 from ..errors import FucinaError, UnknownArgumentError
 
-# %% ../../nbs/20z_cli.ipynb #829904ab
+# %% ../../nbs/20z_cli.ipynb #2f16b3fb
 COMMANDS = {
     'spirals': 'train a network from scratch to tell two spirals apart',
     'digits': 'train a network to read real handwritten digits',
+    'es-spirals': 'the same spirals without gradients, by an evolution strategy',
+    'es-ternary-spirals': 'and with weights that are -1, 0 or +1',
     'bench-optim': 'time the step of every optimizer',
     'inspect': 'list what is in a checkpoint, or in a file of one',
     'config': 'show versions, processor, threads, BLAS and number rules',
@@ -23,10 +25,10 @@ COMMANDS = {
 USAGE = 'usage: fucina COMMAND [FLAGS]'
 HELP = '\n'.join([
     USAGE, '', 'Train small models on a CPU and get the same bits tomorrow.', '',
-    'commands:', *(f'  {name:11} {purpose}' for name, purpose in COMMANDS.items()), '',
+    'commands:', *(f'  {name:18} {purpose}' for name, purpose in COMMANDS.items()), '',
     'flags:',
-    '  --help      show this, or the flags of a command: fucina COMMAND --help',
-    '  --version   show the version'])
+    '  --help             show this, or the flags of a command: fucina COMMAND --help',
+    '  --version          show the version'])
 
 # %% ../../nbs/20z_cli.ipynb #b226f9c5
 def show_config(

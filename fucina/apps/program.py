@@ -96,23 +96,24 @@ def new_figure(
     module = need('matplotlib.figure', 'matplotlib', 'plot', '--plot')
     return module.Figure(figsize=(width, height), layout='constrained', dpi=120)
 
-# %% ../../nbs/19b_program.ipynb #ba83fec8
+# %% ../../nbs/19b_program.ipynb #0aff13f4
 def add_common_flags(
     parser: Parser,
     seed: str,  # what the seed decides, and what it is without the flag
     target: float,  # accuracy to reach, as a share
+    gemm: bool = True,  # its bits depend on how matrices are multiplied
 ):
-    "Give a program `--seed`, `--threads`, `--target`, `--gemm` and `--plot`."
+    "Give a program `--seed`, `--threads`, `--target`, `--plot`, and `--gemm` if need be."
     add = parser.add_argument
     add('--seed', type=whole, metavar='N', help=seed)
     add('--threads', type=count, metavar='N',
         help='threads of our kernels (default: one per core); never changes a bit')
     add('--target', type=share, metavar='SHARE', default=target,
         help='accuracy to reach, else the exit code is 1 (default: %(default)s)')
-    add('--gemm', choices=GEMM_MODES, default='pinned',
-        help='matrix products: pinned gives every machine the same bits, blas is faster '
-             '(default: %(default)s)')
     add('--plot', type=picture, metavar='FILE', help='save a figure of the result')
+    if gemm: add('--gemm', choices=GEMM_MODES, default='pinned',
+                 help='matrix products: pinned gives every machine the same bits, blas is '
+                      'faster (default: %(default)s)')
 
 # %% ../../nbs/19b_program.ipynb #63dd8117
 def folder(text: str) -> Path:  # that exists
