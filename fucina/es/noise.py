@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'BLOCK', 'SOURCE', 'TARGET', 'KIND', 'SHORTEST', 'Streams', 'FloatSlot', 'SlotList', 'Table', 'stretch',
-           'Moving', 'Replicable', 'Saved', 'Kept', 'Floats']
+           'Placed', 'Moving', 'Replicable', 'Saved', 'Kept', 'Floats']
 
 # %% ../../nbs/13b_es_noise.ipynb #895705c0
 from collections.abc import Iterable, Sequence
@@ -179,9 +179,9 @@ def stretch(
     "How much one thread does at a time."
     return max(SHORTEST, CHUNK // members)
 
-# %% ../../nbs/13b_es_noise.ipynb #dd185758
-class Moving(SlotList):
-    "Slots that noise moves."
+# %% ../../nbs/13b_es_noise.ipynb #604b4ccc
+class Placed(SlotList):
+    "Slots with their table."
 
     @property
     def table(self) -> Table:
@@ -193,6 +193,10 @@ class Moving(SlotList):
     def size(self) -> int:
         "Elements of all slots."
         return int(self.table.ends[-1])
+
+# %% ../../nbs/13b_es_noise.ipynb #95831163
+class Moving(Placed):
+    "Slots that noise moves."
 
     def _move(self, streams: Streams, zero: float, factor: float, rows: np.ndarray) -> None:
         ends, chunk = self.table.ends, stretch(len(streams.seeds))
@@ -214,7 +218,7 @@ class Moving(SlotList):
         self._move(streams, 0.0, factor, self.table.rows)
         self.changed()
 
-# %% ../../nbs/13b_es_noise.ipynb #5622a3a4
+# %% ../../nbs/13b_es_noise.ipynb #f4408e6c
 def _memory(buffer):
     "Start address and bytes of an array or buffer that can be written."
     a = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
@@ -223,6 +227,7 @@ def _memory(buffer):
         raise ReplicaShapeMismatchError(f'a replica has strides {a.strides}')
     return a.__array_interface__['data'][0], a.nbytes
 
+# %% ../../nbs/13b_es_noise.ipynb #c1fb5518
 class Replicable(Moving):
     "Slots that can be moved into other memory."
 
