@@ -14,7 +14,7 @@ from .errors import InvalidShapeError, TagError
 from .ops.named import _intern_tags
 from .tensor import Tensor, kaiming_uniform, zeros
 
-# %% ../nbs/06b_nn.ipynb #dea30180
+# %% ../nbs/06b_nn.ipynb #3217f7cf
 class Linear:
     "y = Wx + b over named axes."
 
@@ -40,7 +40,7 @@ class Linear:
 
     def parameters(self) -> list[Tensor]:
         "The trainable tensors."
-        return [p for p in (self.w, self.b) if getattr(p, 'requires_grad', False)]
+        return [p for p in (self.w, self.b) if isinstance(p, Tensor) and p.requires_grad]
 
     def __repr__(self) -> str:
         (out, n), (in_, m) = zip(self.w.tags, self.w.shape)

@@ -667,7 +667,7 @@ def test_resume_of_other_adapters_changes_nothing(tmp_path):
         assert_equal(before, values(others))
         assert others.step == 0 and not opt2.slots[0].m.any()
     _, others, opt2 = start(0.1)
-    with warnings.catch_warnings(), pytest.raises(CheckpointConfigMismatchError, match='1e.300|inf'):
+    with warnings.catch_warnings(), pytest.raises(CheckpointConfigMismatchError, match='1e.300'):
         warnings.simplefilter('error')
         others.check_state(TrainerState(step=2, seed=7, lora_rank=2, lora_alpha=1e300, lora_dropout_p=0.1))
     short = TrainerState(step=2, seed=7, lora_rank=2, lora_alpha=4, lora_dropout_p=0.1)

@@ -389,7 +389,7 @@ class Described(Training):
                 f'{name} is {own[name]} in these adapters, not {more[name]}')
         return TrainerState(**{**own, **more})
 
-# %% ../../nbs/12a_attach.ipynb #8752ba2e
+# %% ../../nbs/12a_attach.ipynb #61223ff6
 CHECKED = 'lora_rank', 'lora_alpha', 'lora_dropout_p', 'seed'
 
 class Stored(Described):
@@ -412,7 +412,8 @@ class Stored(Described):
             if there is not None and name in CHECKED[1:3]:
                 with np.errstate(over='ignore'): there = float(np.float32(there))
             if there != here: raise CheckpointConfigMismatchError(
-                f'{name} is {there} in the checkpoint, and {here} in this run')
+                f'{name} is {getattr(state, name)} in the checkpoint, and {here} in '
+                'this run')
 
 # %% ../../nbs/12a_attach.ipynb #8c8db88c
 class Resuming(Stored):
