@@ -6,9 +6,9 @@ Two layers of 1024, batch 64, rank 8: forward, backward and step, and both sides
 BLAS. `cpu` rows are processor time of one thread. `--check` fails above the bar, on one thread: with
 two, BLAS threads that wait for a busy core decide the outcome.
 
-As in a run, both sides first evaluate more rows than a batch has. It matters: kernels of OpenBLAS
-fetch ahead of what they read, also from pages of its buffer that nobody has written yet, and until a
-larger product has written them a product of 64 rows takes a fifth longer.
+As in a run, both sides first evaluate more rows than a batch has. It matters: in a fresh process of
+one thread the products of 64 rows take a fifth longer until OpenBLAS has made a larger one, why is
+not known.
 """
 import os
 import sys
