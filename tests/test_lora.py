@@ -333,6 +333,26 @@ def test_a_copy_is_independent():
     assert (twin.dropout_p, twin.scale, twin.rank) == (ad.dropout_p, ad.scale, ad.rank)
 
 
+@pytest.mark.parametrize('name', ['rank', 'alpha', 'dropout_p', 'scale', 'in_tag', 'out_tag', 'in_dim', 'out_dim'])
+def test_settings_stay_as_they_were_made(name):
+    for ad in (made(), copy.copy(made()), copy.deepcopy(made())):
+        before = getattr(ad, name)
+        with pytest.raises(AttributeError, match=f'{name} of an adapter cannot be changed'):
+            setattr(ad, name, before)
+        ad.a = ad.a
+        assert getattr(ad, name) is before and ad._over(ad.a, ad.b).scale == ad.scale
+
+
+def test_an_adapted_weight_is_merged_by_its_set():
+    model = fucina.nn.Linear(8, 4, seed=0)
+    adapters = lora.attach(model, 'w', rank=2, alpha=4, seed=0)
+    for call in ('merge_into', 'merge_f16', 'merge_bf16'):
+        with pytest.raises(TypeError, match=fr'{call} takes a plain weight.*use merge\(\) of the set'):
+            getattr(made(), call)(model.w)
+    adapters.merge()
+    made().merge_into(constant(model.w.numpy(), 'out in'))
+
+
 def test_repr_tells_what_there_is():
     assert repr(made(in_dim=1024, out_dim=512, rank=8, alpha=16, dropout_p=0.1)) == (
         'Adapter(in=1024 -> lora_r=8 -> out=512, scale 16/8 = 2, dropout 0.1, '

@@ -54,7 +54,7 @@ def _rate(p: Any) -> np.float32:
     if 0 <= rate < 1: return rate
     raise InvalidDropoutError(f'dropout_p must be 0 or more and below 1, got {p}')
 
-# %% ../../nbs/12_lora.ipynb #e6cd8563
+# %% ../../nbs/12_lora.ipynb #e42fb1f6
 class Factors:
     "The two matrices of an adapter."
 
@@ -77,6 +77,11 @@ class Factors:
         self.dropout_p, self.scale = _rate(dropout_p), self.alpha / f32(r)
         self.a = kaiming_uniform((r, n), (RANK_TAG, in_tag), seed, requires_grad=True)
         self.b = zeros((m, r), (out_tag, RANK_TAG), requires_grad=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ and name not in ('a', 'b'):
+            raise AttributeError(f'{name} of an adapter cannot be changed; make a new one')
+        super().__setattr__(name, value)
 
 # %% ../../nbs/12_lora.ipynb #b3ade21b
 def _is(dtype: str, t: Any, what: str) -> Tensor:
@@ -145,7 +150,7 @@ class Forward(Checked):
         self._check_base(base, x)
         return _marked(base.add(self._chain(x, dropout_seed)), 'adapter.apply')
 
-# %% ../../nbs/12_lora.ipynb #3d106243
+# %% ../../nbs/12_lora.ipynb #8d7ad7f1
 _MERGES = {'f32': 'merge_into', 'f16': 'merge_f16', 'bf16': 'merge_bf16'}
 
 class Weights(Forward):
@@ -153,6 +158,9 @@ class Weights(Forward):
 
     def _check_weight(self, w: Any, dtype: str) -> None:
         call = _MERGES[dtype]
+        if hasattr(type(w), '__fucina_dot__'): raise TypeError(
+            f'{call} takes a plain weight, and {type(w).__name__} multiplies in its own '
+            'way; if it has an adapter, use merge() of the set that attach made')
         if is_frozen(w): raise DTypeError(
             f'{call} of {type(w).__name__}{describe(w)}: a packed weight would be rounded '
             'anew by every merge, so it takes none; merge into the copy w.to("f32") and '
