@@ -191,7 +191,7 @@ def test_rows_that_have_no_size():
     for rows in (5, 20):
         many = np.concatenate([x] * (rows // 5))
         y = np.empty((rows, 64), f32)
-        multiply(quantize(many), encode(noise(2, (64, 256))), y)
+        multiply(many, encode(noise(2, (64, 256))), y)
         assert np.isnan(y[:3]).all() and not y[3].any() and np.isfinite(y[4]).all()
 
 
@@ -202,7 +202,7 @@ def test_product(threads, rows, columns, depth):
     x, w = noise(1, (rows, 256 * depth)), encode(noise(2, (columns, 256 * depth), 0.1))
     x[0, :256] = 0
     y = np.full((rows, columns), 7, f32)
-    multiply(quantize(x), w, y)
+    multiply(x, w, y)
     assert y.tobytes() == product(x, w, columns).tobytes()
 
 
@@ -212,10 +212,10 @@ def test_largest_sums_fit_into_sixteen_bits():
     for value in (-1, 1):
         w = encode(np.full((64, 256), value, f32))
         y = np.empty((20, 64), f32)
-        multiply(quantize(x), w, y)
+        multiply(x, w, y)
         assert np.array_equal(y, x @ np.full((256, 64), value, f32))
         few = np.empty((1, 64), f32)
-        multiply(quantize(x[:1]), w, few)
+        multiply(x[:1], w, few)
         assert np.array_equal(few, y[:1])
 
 
@@ -224,7 +224,7 @@ def test_a_sum_of_zero_is_plus_zero():
     w = encode(np.tile(np.array([1, -1], f32), 64 * 128))
     for rows in (1, 20):
         y = np.empty((rows, 64), f32)
-        multiply(quantize(x[:rows]), w, y)
+        multiply(x[:rows], w, y)
         assert not np.signbit(y).any() and not y.any()
 
 
@@ -232,7 +232,7 @@ def test_code_3_in_memory_reads_nothing_foreign():
     "Not a result, but no crash either: any byte is a line of the table."
     w = encode(noise(1, (64, 256)))
     w['qs'] = 255
-    multiply(quantize(noise(2, (32, 256))), w, np.empty((32, 64), f32))
+    multiply(noise(2, (32, 256)), w, np.empty((32, 64), f32))
 
 
 # -- a matrix ---------------------------------------------------------------------------------
@@ -947,8 +947,8 @@ import fucina, zlib
 def noise(seed, shape): return gaussian_fill(seed, np.empty(shape, np.float32), 1.0)
 w, x = encode(noise(1, (48, 256))), noise(2, (16, 256))
 y, z = np.empty((16, 48), np.float32), np.empty((2, 48), np.float32)
-multiply(quantize(x), w, y)
-multiply(quantize(x[:2]), w, z)
+multiply(x, w, y)
+multiply(x[:2], w, z)
 log = np.empty(20, np.int64)
 flip(w, 2**64 - 1, log)
 undo(w[:], log[10:])

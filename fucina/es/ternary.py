@@ -302,20 +302,31 @@ def _dots(q, w, out):
                 s = _dot(w[c, b], lanes, total)
                 y[c] = y[c] + (_scale(w[c, b]) * d) * f32(s)
 
-# %% ../../nbs/13a_es_ternary.ipynb #79b45afd
+# %% ../../nbs/13a_es_ternary.ipynb #9825c11a
+@kernel
+def _nine(a, b, t, unit):
+    "Add what two trits make of activations a and b, to a line and the eight above it."
+    z, z1, z2 = t[0], t[unit], t[2 * unit]
+    z4, z5, z6 = t[4 * unit], t[5 * unit], t[6 * unit]
+    z8, z9, z10 = t[8 * unit], t[9 * unit], t[10 * unit]
+    for j in range(z.size):
+        x, y, u = a[j], b[j], z[j]
+        v = i16(u + x)
+        w = i16(v + x)
+        z1[j], z2[j] = v, w
+        u, v, w = i16(u + y), i16(v + y), i16(w + y)
+        z4[j], z5[j], z6[j] = u, v, w
+        z8[j], z9[j], z10[j] = i16(u + y), i16(v + y), i16(w + y)
+
 @kernel
 def _table(q, p, t):
     "The 81 sums for byte p: trits by activations q (256, lanes), in line `byte` of t."
     first, line = p // 32 * 128 + p % 32, t[0]
     q0, q1, q2, q3 = q[first], q[first + 32], q[first + 64], q[first + 96]
     for j in range(line.size): line[j] = i16(-i16(q0[j] + q1[j]) - i16(q2[j] + q3[j]))
-    for layer in range(4):
-        one, row = 1 << 2 * layer, q[first + 32 * layer]
-        for byte in range(one):
-            if byte & byte >> 1 & 0x55: continue  # code 3
-            for k in range(2):
-                old, new = t[byte + k * one], t[byte + (k + 1) * one]
-                for j in range(new.size): new[j] = i16(old[j] + row[j])
+    _nine(q0, q1, t, 1)
+    for byte in range(11):
+        if byte & 3 != 3 and byte >> 2 != 3: _nine(q2, q3, t[byte:], 16)
 
 # %% ../../nbs/13a_es_ternary.ipynb #6dbfad0d
 @kernel
@@ -351,53 +362,62 @@ def lane_sums(q, w, b, t, sums):
             elif code == 0:
                 for j in range(s.size): s[j] = i16(s[j] - row[j])
 
-# %% ../../nbs/13a_es_ternary.ipynb #0a57e536
+# %% ../../nbs/13a_es_ternary.ipynb #278fc6a2
+@inline
+def _lanes(v, q, r):
+    "Round a block of activations into lane r of q (256, lanes); its scale."
+    bits, top = v.view(i32), i32(0)
+    for k in range(v.size): top = max(top, i32(bits[k] & MAGNITUDE))
+    steps, d = _steps(i32(top).view(f32))
+    if steps == f32(0): q[:, r] = 0
+    else:
+        for k in range(v.size): q[k, r] = _eight(v[k] * steps)
+    return d
+
+# %% ../../nbs/13a_es_ternary.ipynb #92083091
 LANES, COLUMNS = 176, 512  # of a tile, at most
 
 @kernel
-def _tile(q, w, out):
+def _tile(x, w, out):
     "Up to 176 rows of activations times rows of trits."
-    wide = (q.shape[0] + 15) // 16 * 16
-    x, t, d = np.zeros((256, wide), i16), np.empty((8, 256, wide), i16), np.zeros(wide, f32)
+    wide = (x.shape[0] + 15) // 16 * 16
+    q, t, d = np.zeros((256, wide), i16), np.empty((8, 256, wide), i16), np.zeros(wide, f32)
     sums, y = np.empty((w.shape[0], wide), i16), np.zeros((w.shape[0], wide), f32)
-    for b in range(q.shape[1]):
-        for r in range(q.shape[0]):
-            qs, d[r] = q[r, b][4:260].view(i8), q[r, b][:4].view(f32)[0]
-            for k in range(256): x[k, r] = qs[k]
-        lane_sums(x, w, b, t, sums)
+    for b in range(w.shape[1]):
+        for r in range(x.shape[0]): d[r] = _lanes(x[r, b], q, r)
+        lane_sums(q, w, b, t, sums)
         for c in range(w.shape[0]):
             scale, s, to = _scale(w[c, b]), sums[c], y[c]
-            for r in range(wide): to[r] = to[r] + (scale * d[r]) * f32(s[r])
+            for r in range(to.size): to[r] = to[r] + (scale * d[r]) * f32(s[r])
     for r in range(out.shape[0]):
         for c in range(out.shape[1]): out[r, c] = y[c, r]
 
-# %% ../../nbs/13a_es_ternary.ipynb #e4f82dd7
+# %% ../../nbs/13a_es_ternary.ipynb #2fc21730
 def _even(n: int, most: int) -> int:
     "Size of the parts when `n` is cut evenly into as few as possible of at most `most`."
     return -(-n // -(-n // most))
 
 def multiply(
-    q: np.ndarray,  # BlockQ8_K, (rows, blocks)
-    blocks: np.ndarray,  # BlockTQ2_0, (columns, blocks) or flat
+    x: np.ndarray,  # float32, (rows, depth), C-contiguous; rounded to eight bits
+    blocks: np.ndarray,  # BlockTQ2_0, of (columns, depth) trits
     out: np.ndarray,  # float32, (rows, columns), C-contiguous
 ) -> None:
-    "Rounded activations times packed trits."
-    (rows, depth), cols = q.shape, out.shape[1]
-    a = q.view(u8).reshape(rows, depth, BlockQ8_K.itemsize)
+    "Activations times packed trits."
+    (rows, cols), depth = out.shape, x.shape[1] // BLOCK
     w = block_bytes(blocks).reshape(cols, depth, BYTES)
     if rows < 16:
-        work = rows * depth * 32  # a column's, eight products to the unit
-        parallel_for(cols, lambda i, j: _dots(a, w[i:j], out[:, i:j]),
-                     max(1, CHUNK // work), max(2, LEAST // work))
+        q, work = quantize(x).view(u8).reshape(rows, depth, -1), rows * depth * 32
+        parallel_for(cols, lambda i, j: _dots(q, w[i:j], out[:, i:j]),
+                     max(1, CHUNK // work), max(2, LEAST // work))  # of eight products
         return
     high, wide = _even(rows, LANES), _even(cols, COLUMNS)
-    across = -(-cols // wide)
+    across, v = -(-cols // wide), x.reshape(rows, depth, BLOCK)
     def task(k, _):
         i, j = k // across * high, k % across * wide
-        _tile(a[i:i + high], w[j:j + wide], out[i:i + high, j:j + wide])
+        _tile(v[i:i + high], w[j:j + wide], out[i:i + high, j:j + wide])
     parallel_for(-(-rows // high) * across, task, 1, 2)
 
-# %% ../../nbs/13a_es_ternary.ipynb #3bf455b0
+# %% ../../nbs/13a_es_ternary.ipynb #5fc69307
 class Rounded(Frozen):
     "What it offers beyond that."
 
@@ -415,12 +435,12 @@ class Rounded(Frozen):
     ) -> Tensor:  # tags: the rest of x, then the first axis
         "`x.dot(self, tag)` with `x` rounded to eight bits; without gradient."
         state, a, rest = thread_state(), x._live('dot_int8'), self._rest(x)
+        if x.dtype != 'f32': raise DTypeError(f'dot_int8 takes f32, got {x._describe()}')
         if x.requires_grad and not state.no_grad: raise UnsupportedGradientError(
             'dot_int8 rounds its input and has no gradient; use dot, or no_grad')
         y = empty(state, tuple([x.dim(t) for t in rest]) + self.shape[:1])
-        q = quantize(rows_of(a, x.axis(self.tags[1])))
-        multiply(q, self.blocks, y.reshape(-1, self.shape[0]))
-        tags = _intern_tags(rest + self.tags[:1])
+        a, tags = rows_of(a, x.axis(self.tags[1])), _intern_tags(rest + self.tags[:1])
+        multiply(a, self.blocks, y.reshape(-1, self.shape[0]))
         return result(type(x), state, y, tags, 'dot_int8', None)
 
 # %% ../../nbs/13a_es_ternary.ipynb #63cfb5c9
