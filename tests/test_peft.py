@@ -183,6 +183,28 @@ def test_what_cannot_be_exported_leaves_no_trace(tmp_path):
     assert not (tmp_path / 'no').exists()
 
 
+@pytest.mark.parametrize('base_model', ['\ud800', 'x' * 2**22])
+def test_settings_that_could_not_be_read_back_are_not_written(tmp_path, base_model):
+    with pytest.raises(PeftUnsupportedError, match='base_model'):
+        export_peft(tmp_path / 'x', {'one': adapter()}, base_model, names=SIMPLE)
+    assert not any(tmp_path.iterdir())
+
+
+def test_arguments_of_other_types_are_named(two):
+    before = {name: bits(a) for name, a in import_peft(two, names=SIMPLE).items()}
+    into = {'one': adapter(seed=7), 'two': 3}
+    untouched = bits(into['one'])
+    for match, call in (
+            ("'two' is no adapter but int", lambda: import_peft(two, names=SIMPLE, into=into)),
+            ('names: 3 is no str', lambda: import_peft(two, names={'one': 3})),
+            ('names: 3 is no str', lambda: export_peft(two, {'one': adapter()}, names={'one': 3})),
+            ('tags is a mapping', lambda: import_peft(two, names=SIMPLE, tags='in out')),
+            ("tags: 'one' has two axes", lambda: import_peft(two, names=SIMPLE, tags={'one': 'in'}))):
+        with pytest.raises(TypeError, match=match): call()
+    assert bits(into['one']) == untouched
+    assert {name: bits(a) for name, a in import_peft(two, names=SIMPLE).items()} == before
+
+
 def test_after_a_failure_new_numbers_never_stand_beside_an_old_alpha(two, monkeypatch):
     old, real = {f: (two / f).read_bytes() for f in (CONFIG, TENSORS)}, os.replace
     for fail_at in range(2):

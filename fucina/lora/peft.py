@@ -24,9 +24,10 @@ from ..errors import CheckpointConfigMismatchError, PeftUnsupportedError
 from ..kernels import f32
 from .adapter import Adapter
 from ..optim.param import OVERFLOW
-from ..safetensors import (DType, File, TensorEntry, TensorInfo, make_directory,
-                                naming, save_file_atomic, serialize_alloc, shown,
-                                strict_json, sync_directory, write_atomic)
+from ..safetensors import (DType, File, TensorEntry, TensorInfo, is_text,
+                                make_directory, naming, save_file_atomic,
+                                serialize_alloc, shown, strict_json, sync_directory,
+                                write_atomic)
 from ..state_dict import load_state_dict
 
 # %% ../../nbs/12b_peft.ipynb #84859153
@@ -61,23 +62,36 @@ def _name(module: str, known: Names) -> str:  # known: module: our name
                                'names={name: module}')
 
 # %% ../../nbs/12b_peft.ipynb #64191889
+def _check_names(names: Names) -> None:
+    for pair in ({} if names is None else names).items():
+        for x in pair:
+            if not isinstance(x, str): raise TypeError(f'names: {shown(x)} is no str')
+
 def _turned(names: Names) -> Names:
     "Our name by module."
+    _check_names(names)
     known = None if names is None else {theirs: ours for ours, theirs in names.items()}
     if names is None or known is not None and len(known) == len(names): return known
     raise ValueError('names sends two adapters to one module')
 
-# %% ../../nbs/12b_peft.ipynb #095c2462
+# %% ../../nbs/12b_peft.ipynb #195a4108
 CONFIG_FILE, TENSOR_FILE = 'adapter_config.json', 'adapter_model.safetensors'
+MAX_CONFIG_SIZE = 2**22  # bytes
 _PATH = re.compile(r'[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*')
 
+def _check_adapters(adapters: Mapping[str, Adapter]) -> None:
+    for name, adapter in adapters.items():
+        if not isinstance(adapter, Adapter):
+            raise TypeError(f'{shown(name)} is no adapter but {type(adapter).__name__}')
+
+# %% ../../nbs/12b_peft.ipynb #095c2462
 def _modules(adapters: Mapping[str, Adapter], names: Names) -> dict[str, Adapter]:
     "Adapters by the name of their module in PyTorch."
     found: dict[str, Adapter] = {}
+    _check_names(names)
+    _check_adapters(adapters)
     for name, adapter in adapters.items():
         module = _module(name, names)
-        if not isinstance(adapter, Adapter):
-            raise TypeError(f'{shown(name)} is no adapter but {type(adapter).__name__}')
         if not _PATH.fullmatch(module):
             raise PeftUnsupportedError(f'{shown(module)} is no path of a module')
         if module in found:
@@ -130,6 +144,9 @@ def export_peft(
         raise TypeError(f'base_model is a str, got {type(base_model).__name__}')
     folder, modules = os.fsdecode(path), _modules(adapters, names)
     config = _config(modules, base_model, names).encode()
+    if not is_text(base_model or '') or len(config) > MAX_CONFIG_SIZE:
+        raise PeftUnsupportedError(f'settings with base_model {shown(base_model)} could '
+                                   'not be read back')
     tensors = [TensorEntry(f'base_model.model.{module}.lora_{side}.weight', 'F32', t.shape,
                            np.ascontiguousarray(t.data_const(), '<f4'))
                for module, a in modules.items() for side, t in (('A', a.a), ('B', a.b))]
@@ -166,8 +183,6 @@ def _refusal(config: dict[str, Any], key: str) -> PeftUnsupportedError:
     return PeftUnsupportedError(f'{shown(key)}: {shown(config.get(key))} is not supported')
 
 # %% ../../nbs/12b_peft.ipynb #7e7d9455
-MAX_CONFIG_SIZE = 2**22  # bytes
-
 def _read_config(path: str) -> dict[str, Any]:
     with open(_regular(path), 'rb') as f: raw = f.read(MAX_CONFIG_SIZE + 1)
     if len(raw) > MAX_CONFIG_SIZE:
@@ -356,7 +371,10 @@ def _check_format(folder: str) -> None:
             raise PeftUnsupportedError(f'{leaf}: {reason}')
 
 def _tags(name: str, tags: Any) -> tuple[str, str]:
-    if tags is not None and name in tags: return tags[name]
+    if tags is not None and name in tags:
+        pair = tags[name]
+        if isinstance(pair, (tuple, list)) and len(pair) == 2: return pair[0], pair[1]
+        raise TypeError(f'tags: {shown(name)} has two axes, got {shown(pair)}')
     found = _OURS.fullmatch(name)
     return TARGETS[found[2]][1:] if found and found[2] in TARGETS else ('in', 'out')
 
@@ -378,6 +396,9 @@ def import_peft(
 ) -> PeftAdapters:  # new adapters, or those of `into`
     "Read adapters of PEFT; after an error no number of `into` has changed."
     folder = os.fsdecode(path)
+    _check_adapters({} if into is None else into)
+    if not isinstance(tags, (Mapping, type(None))):
+        raise TypeError(f'tags is a mapping, got {type(tags).__name__}')
     config_path, tensor_path = (os.path.join(folder, f) for f in (CONFIG_FILE, TENSOR_FILE))
     with naming(config_path): settings = _settings(_read_config(config_path))
     with naming(folder): _check_format(folder)
