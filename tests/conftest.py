@@ -23,7 +23,7 @@ def pinned():
 
 @pytest.fixture(params=THREADS)
 def threads(request, monkeypatch):
-    "Several threads for a small optimizer: any size is large enough, portions are small."
+    "So many threads, for a small optimizer too: any size is large enough, portions are small."
     for module in (param, muon, apollo): monkeypatch.setattr(module, 'LEAST', 1)
     for name in ('SHARE', 'STRIP'): monkeypatch.setattr(apollo, name, 1)
     old = set_workers(request.param)

@@ -63,8 +63,8 @@ def at_any_number_of_threads(work):
     found = []
     for workers in THREADS:
         old = set_workers(workers)
-        found.append(work())
-        set_workers(old)
+        try: found.append(work())
+        finally: set_workers(old)
     assert found[1:] == found[:-1]
     return found[0]
 

@@ -12,7 +12,6 @@ from numba import njit
 from fucina import dtypes
 from fucina.dtypes import narrow_bf16, narrow_f16, widen_bf16, widen_f16
 from fucina.errors import DTypeError, ReadOnlyDataError, ShapeMismatchError, UnsupportedViewError
-from fucina.kernels import set_workers
 
 f32, f16, u16, u32 = np.float32, np.float16, np.uint16, np.uint32
 EVERY = np.arange(2**16, dtype=u16)
@@ -21,13 +20,6 @@ EVERY = np.arange(2**16, dtype=u16)
 @pytest.fixture(scope='module')
 def golden():
     with np.load(Path(__file__).parent / 'goldens' / 'dtype.npz') as d: return dict(d)
-
-
-@pytest.fixture(params=[1, 2, 3, 7])
-def threads(request):
-    old = set_workers(request.param)
-    yield request.param
-    set_workers(old)
 
 
 def test_golden_narrowing(golden):

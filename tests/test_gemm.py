@@ -10,7 +10,7 @@ from processes import printed, python
 from fucina import gemm
 from fucina.errors import DTypeError, InvalidConfigError, ShapeMismatchError
 from fucina.gemm import matmul
-from fucina.kernels import set_workers, sum_squares
+from fucina.kernels import sum_squares
 
 f32, u32 = np.float32, np.uint32
 SIZES = 1, 2, 3, 7, 8, 9, 16, 31, 64, 65, 130
@@ -42,13 +42,6 @@ def pinned(a, b):
     out = np.full((*a.shape[:-1], b.shape[-1]), np.nan, f32)
     assert matmul(a, b, out, 'pinned') is out
     return out
-
-
-@pytest.fixture(params=[1, 2, 3, 7])
-def threads(request):
-    old = set_workers(request.param)
-    yield request.param
-    set_workers(old)
 
 
 # --- the order
