@@ -6,7 +6,8 @@
 __all__ = ['KINDS', 'BLOCK', 'SOURCE', 'TARGET', 'KIND', 'SHORTEST', 'MOST', 'Streams', 'FloatSlot', 'SlotList', 'Table',
            'stretch', 'Placed', 'Moving', 'Replicable', 'Saved', 'Kept', 'Floats']
 
-# %% ../../nbs/13b_es_noise.ipynb #895705c0
+# %% ../../nbs/13b_es_noise.ipynb #2e895f34
+import ctypes
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from ..dtypes import bf16_bits, bf16_value, f16_bits, f16_value, u16
 from ..errors import (DuplicateParamError, NonContiguousParamError, ReadOnlyDataError,
                            ReplicaShapeMismatchError, UnsupportedDTypeError)
 from .rewards import NOISE_DOMAIN
-from ..kernels import CHUNK, f32, i64, kernel, parallel_for, u64
+from ..kernels import CHUNK, f32, i64, kernel, num_workers, parallel_for, u64
 from ..ops.named import Named
 from ..optim.param import elements
 from ..rng import MASK, _gaussian_fast, word
@@ -158,7 +159,7 @@ class SlotList:
         self.slots.append(slot)
         self.forget()
 
-# %% ../../nbs/13b_es_noise.ipynb #3106023d
+# %% ../../nbs/13b_es_noise.ipynb #1cf1797e
 class Table(NamedTuple):
     "Where slots lie, and who wants to know that they were written to."
     rows: np.ndarray  # int64: SOURCE, TARGET, KIND
@@ -180,6 +181,7 @@ def stretch(
     members: int,  # in the sum
 ) -> int:  # elements
     "How much one thread does at a time."
+    if num_workers() == 1: return max(size, 1)
     return max(SHORTEST, CHUNK // members, size // MOST)
 
 # %% ../../nbs/13b_es_noise.ipynb #604b4ccc
@@ -221,16 +223,19 @@ class Moving(Placed):
         self._move(streams, 0.0, factor, self.table.rows)
         self.changed()
 
-# %% ../../nbs/13b_es_noise.ipynb #f4408e6c
-def _memory(buffer):
-    "Start address and bytes of an array or buffer that can be written."
-    a = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
-    if not a.flags.writeable: raise ReadOnlyDataError('a replica is read-only')
-    if not a.flags.c_contiguous:
-        raise ReplicaShapeMismatchError(f'a replica has strides {a.strides}')
-    return a.__array_interface__['data'][0], a.nbytes
+# %% ../../nbs/13b_es_noise.ipynb #eb6d2b90
+def _place(slot, buffer):
+    "Where a buffer begins that can hold the values of a slot."
+    m, data = memoryview(buffer), slot.data
+    if m.readonly: raise ReadOnlyDataError(f'read-only, for {slot.tensor._describe()}')
+    if m.nbytes != data.nbytes or not m.c_contiguous: raise ReplicaShapeMismatchError(
+        f'{m.nbytes} bytes in steps of {m.strides} for {slot.tensor._describe()}')
+    address = ctypes.addressof(ctypes.c_char.from_buffer(m))
+    if address % data.itemsize: raise ReplicaShapeMismatchError(
+        f'{slot.tensor._describe()} cannot begin at address {address:#x}')
+    return address
 
-# %% ../../nbs/13b_es_noise.ipynb #c1fb5518
+# %% ../../nbs/13b_es_noise.ipynb #bd43033e
 class Replicable(Moving):
     "Slots that can be moved into other memory."
 
@@ -241,12 +246,7 @@ class Replicable(Moving):
         if len(dst) != len(self):
             raise ReplicaShapeMismatchError(f'{len(dst)} arrays for {len(self)} slots')
         rows = self.table.rows.copy()
-        for row, slot, buffer in zip(rows, self.slots, dst):
-            row[TARGET], size = _memory(buffer)
-            if size != slot.data.nbytes: raise ReplicaShapeMismatchError(
-                f'{size} bytes for {slot.tensor._describe()}')
-            if row[TARGET] % slot.data.itemsize: raise ReplicaShapeMismatchError(
-                f'no {slot.tensor.dtype} can begin at address {row[TARGET]:#x}')
+        rows[:, TARGET] = [*map(_place, self.slots, dst)]
         return rows
 
     def materialize(self, streams: Streams, rows: np.ndarray) -> None:
