@@ -15,8 +15,12 @@ network is defined with. Bar: 0.30. With --check a miss is exit code 1.
 """
 import argparse
 import copy
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+
+# After a product OpenBLAS's second thread spins for a while, on the core of whoever runs next.
+os.environ.setdefault('OPENBLAS_THREAD_TIMEOUT', '4')
 
 from timing import interleave, limit_threads, report  # first: sets OMP_WAIT_POLICY
 

@@ -31,12 +31,12 @@ BLOCK, BYTES = 256, BlockTQ2_0.itemsize
 u8, i8, i16 = np.uint8, np.int8, np.int16
 MAGNITUDE = i32(0x7FFF_FFFF)  # all bits of a float32 but the sign
 
-# %% ../../nbs/13a_es_ternary.ipynb #658a28d5
+# %% ../../nbs/13a_es_ternary.ipynb #7655d5d4
 def block_bytes(
     blocks: np.ndarray,  # BlockTQ2_0, or uint8 with 66 columns; C-contiguous
 ) -> np.ndarray:  # uint8, (blocks, 66); the same memory
     "The bytes of packed blocks, a row for each."
-    if not isinstance(blocks, np.ndarray) or blocks.dtype != BlockTQ2_0 and (
+    if not isinstance(blocks, np.ndarray) or blocks.dtype not in (BlockTQ2_0,) and (
             blocks.dtype != u8 or blocks.shape[-1:] != (BYTES,)):
         got = getattr(blocks, 'dtype', type(blocks).__name__)
         raise DTypeError('packed trits are an array of BlockTQ2_0, or of uint8 with '
@@ -302,8 +302,8 @@ def _dots(q, w, out):
                 s = _dot(w[c, b], lanes, total)
                 y[c] = y[c] + (_scale(w[c, b]) * d) * f32(s)
 
-# %% ../../nbs/13a_es_ternary.ipynb #9825c11a
-@kernel
+# %% ../../nbs/13a_es_ternary.ipynb #98d7a33a
+@inline
 def _nine(a, b, t, unit):
     "Add what two trits make of activations a and b, to a line and the eight above it."
     z, z1, z2 = t[0], t[unit], t[2 * unit]
@@ -362,19 +362,26 @@ def lane_sums(q, w, b, t, sums):
             elif code == 0:
                 for j in range(s.size): s[j] = i16(s[j] - row[j])
 
-# %% ../../nbs/13a_es_ternary.ipynb #278fc6a2
+# %% ../../nbs/13a_es_ternary.ipynb #ebfd4698
 @inline
-def _lanes(v, q, r):
-    "Round a block of activations into lane r of q (256, lanes); its scale."
+def _row(v, to):
+    "Round a block of activations; its scale."
     bits, top = v.view(i32), i32(0)
     for k in range(v.size): top = max(top, i32(bits[k] & MAGNITUDE))
     steps, d = _steps(i32(top).view(f32))
-    if steps == f32(0): q[:, r] = 0
-    else:
-        for k in range(v.size): q[k, r] = _eight(v[k] * steps)
+    for k in range(v.size): to[k] = _eight(v[k] * steps) if steps != f32(0) else i16(0)
     return d
 
-# %% ../../nbs/13a_es_ternary.ipynb #92083091
+@inline
+def _lanes(x, b, eight, q, d):
+    "Round block b of each row of x into a lane of q (256, lanes), eight rows at a time."
+    for r in range(0, x.shape[0], 8):
+        for i in range(min(8, x.shape[0] - r)): d[r + i] = _row(x[r + i, b], eight[i])
+        for k in range(q.shape[0]):
+            to = q[k][r:r + 8]
+            for i in range(8): to[i] = eight[i, k]
+
+# %% ../../nbs/13a_es_ternary.ipynb #93d253ff
 LANES, COLUMNS = 176, 512  # of a tile, at most
 
 @kernel
@@ -383,19 +390,25 @@ def _tile(x, w, out):
     wide = (x.shape[0] + 15) // 16 * 16
     q, t, d = np.zeros((256, wide), i16), np.empty((8, 256, wide), i16), np.zeros(wide, f32)
     sums, y = np.empty((w.shape[0], wide), i16), np.zeros((w.shape[0], wide), f32)
+    eight = np.zeros((8, 256), i16)
     for b in range(w.shape[1]):
-        for r in range(x.shape[0]): d[r] = _lanes(x[r, b], q, r)
+        _lanes(x, b, eight, q, d)
         lane_sums(q, w, b, t, sums)
         for c in range(w.shape[0]):
             scale, s, to = _scale(w[c, b]), sums[c], y[c]
             for r in range(to.size): to[r] = to[r] + (scale * d[r]) * f32(s[r])
-    for r in range(out.shape[0]):
-        for c in range(out.shape[1]): out[r, c] = y[c, r]
+    for c in range(0, w.shape[0] - 3, 4):
+        y0, y1, y2, y3 = y[c], y[c + 1], y[c + 2], y[c + 3]
+        for r in range(out.shape[0]):
+            out[r, c], out[r, c + 1] = y0[r], y1[r]
+            out[r, c + 2], out[r, c + 3] = y2[r], y3[r]
+    for c in range(w.shape[0] // 4 * 4, w.shape[0]):
+        for r in range(out.shape[0]): out[r, c] = y[c, r]
 
-# %% ../../nbs/13a_es_ternary.ipynb #2fc21730
+# %% ../../nbs/13a_es_ternary.ipynb #270e3fc6
 def _even(n: int, most: int) -> int:
-    "Size of the parts when `n` is cut evenly into as few as possible of at most `most`."
-    return -(-n // -(-n // most))
+    "A multiple of 16 that cuts `n` into as few parts of at most `most` as possible."
+    return -(-n // -(-n // most) // 16) * 16
 
 def multiply(
     x: np.ndarray,  # float32, (rows, depth), C-contiguous; rounded to eight bits
