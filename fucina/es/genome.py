@@ -23,6 +23,7 @@ from .rewards import (Config, leader_and_sign, ternary_member_seed,
 from .ternary import (BLOCK, BYTES, Packed, block_bytes, check_codes, check_length,
                                u8)
 from ..kernels import f32, i64, inline, kernel, u64
+from ..optim.param import _address
 from ..rng import word, _u64
 from ..safetensors import DType, File, TensorEntry, naming, save_file_atomic, shown
 from ..training_checkpoint import Folder, path_join
@@ -183,7 +184,7 @@ class TernarySlot(NamedTuple):
     @property
     def length(self) -> int: return len(self.blocks) * BLOCK
     @property
-    def address(self) -> int: return self.blocks.__array_interface__['data'][0]
+    def address(self) -> int: return _address(self.blocks)
 
 def _bytes_of(genome: Any) -> np.ndarray:
     "The bytes of packed blocks, or of a matrix of them, to be written."

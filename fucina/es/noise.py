@@ -21,7 +21,7 @@ from ..errors import (DuplicateParamError, NonContiguousParamError, ReadOnlyData
 from .rewards import NOISE_DOMAIN
 from ..kernels import CHUNK, f32, i64, kernel, num_workers, parallel_for, u64
 from ..ops.named import Named
-from ..optim.param import elements
+from ..optim.param import _address, elements
 from ..rng import MASK, _gaussian_fast, word
 
 # %% ../../nbs/13b_es_noise.ipynb #e7cf8fed
@@ -129,7 +129,7 @@ class FloatSlot(NamedTuple):
     @property
     def address(self) -> int:
         "Where its memory begins."
-        return self.data.__array_interface__['data'][0]
+        return _address(self.data)
 
 # %% ../../nbs/13b_es_noise.ipynb #5a4ef21b
 class SlotList:
@@ -325,7 +325,7 @@ class Floats(Saved):
     ) -> None:
         "Move towards the anchor, if there is one."
         if not self.anchor: return
-        anchors = np.array([a.__array_interface__['data'][0] for a in self.anchor], i64)
+        anchors = np.array([*map(_address, self.anchor)], i64)
         rows, ends = self.table.rows, self.table.ends
         parallel_for(self.size, lambda start, stop: _pull(
             rows, anchors, ends, step, soft, start, stop))

@@ -21,6 +21,7 @@ from .trainer import Trainer
 from .workers import reward_of
 from ..exec import exec_scope
 from ..ops.named import Named
+from ..optim.param import _address
 from ..param_registry import children
 
 # %% ../../nbs/13e_es_replicas.ipynb #96a8ab5c
@@ -37,7 +38,7 @@ def _array(holder):
     if isinstance(holder, Named): return holder._live('replica')
     return holder.blocks if isinstance(holder, Packed) else holder
 
-def _address(a): return a.__array_interface__['data'][0]
+
 
 def _memory(slot): return slot.data if isinstance(slot, FloatSlot) else slot.blocks
 

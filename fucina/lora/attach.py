@@ -22,10 +22,9 @@ from ..errors import (CheckpointConfigMismatchError, CheckpointDuplicateNameErro
                            DTypeError, FucinaError, InvalidShapeError, LoraError,
                            NotAVariableError, TagError, UnknownAdapterNameError)
 from ..kernels import uninterrupted
-from .adapter import Adapter
+from .adapter import Adapter, enrol
 from ..ops.contractions import describe, is_frozen
 from ..ops.named import Named
-from ..optim.frames import Optimizer
 from ..param_registry import (_slot_names, children, load, save, show_html, show_text,
                                    walk)
 from ..rng import MASK, at
@@ -266,15 +265,7 @@ class AdapterParams(AdapterMap):
         prefix: str = '',  # for the names, if it has other sets too
     ) -> None:
         "Have all of them trained, under the names that files use; after an error none is."
-        entries = list(walk(self, prefix))
-        if isinstance(opt, Optimizer):
-            known = {name for _, name, _ in opt._named()}
-            for name, t in entries:
-                opt._admit(t, name)
-                if name in known: raise CheckpointDuplicateNameError(
-                    f'the optimizer has a parameter {shown(name)}; a prefix tells two '
-                    'sets apart')
-        for name, t in entries: opt.add_param(t, name=name)
+        enrol(opt, list(walk(self, prefix)))
 
 # %% ../../nbs/12a_attach.ipynb #35df2040
 Change = tuple[Field, Any]  # a field as it was, and what takes the weight's place
