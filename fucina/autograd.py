@@ -51,7 +51,9 @@ class Leaf(Node):
 
     __slots__ = ('buffer', 'address', 'version')
 
-    def __init__(self, shape: tuple[int, ...]):
+    def __init__(self,
+        shape: tuple[int, ...],  # of the parameter and its gradient
+    ):
         super().__init__((), None, 'variable', shape)
         self.buffer: np.ndarray | None = None
         self.address = 0  # of the data of `grad`, while there is one
@@ -63,7 +65,9 @@ class Leaf(Node):
         at = a.__array_interface__['data'][0]
         self.grad, self.buffer, self.address = a, a, at
 
-    def accumulate(self, g: np.ndarray) -> None:
+    def accumulate(self,
+        g: np.ndarray,  # float32, shape of the leaf
+    ) -> None:
         "Add `g` to the gradient."
         if self.grad is None:
             buffer = self.buffer
@@ -83,7 +87,9 @@ class Leaf(Node):
             a = self.grad
         return a
 
-    def set_grad(self, g: np.ndarray) -> None:
+    def set_grad(self,
+        g: np.ndarray,  # float32, shape of the leaf
+    ) -> None:
         "Replace the gradient by a copy of `g`, which has the parameter's shape."
         self.grad: Any = None
         self.accumulate(g)

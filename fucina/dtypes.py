@@ -24,7 +24,9 @@ u16 = np.uint16
 
 # %% ../nbs/01b_dtypes.ipynb #f0380b43
 @inline
-def bf16_bits(x):
+def bf16_bits(
+    x,  # float32
+):
     "The bf16 nearest to a float32, as uint16; ties to even."
     u = f32(x).view(u32)
     odd = u32(u32(u >> u32(16)) & u32(1))
@@ -34,13 +36,17 @@ def bf16_bits(x):
 
 # %% ../nbs/01b_dtypes.ipynb #b108d5ee
 @inline
-def bf16_value(b):
+def bf16_value(
+    b,  # uint16 bits
+):
     "The float32 with the bits of a bf16 as its upper half."
     return u32(u32(b) << u32(16)).view(f32)
 
 # %% ../nbs/01b_dtypes.ipynb #c9a26585
 @inline
-def f16_bits(x):
+def f16_bits(
+    x,  # float32
+):
     "The bits of the float16 nearest to a float32, as uint16; ties to even."
     u = f32(x).view(u32)
     sign, a = u32(u32(u >> u32(16)) & u32(0x8000)), u32(u & u32(0x7FFF_FFFF))
@@ -54,7 +60,9 @@ def f16_bits(x):
 
 # %% ../nbs/01b_dtypes.ipynb #3b8368e0
 @inline
-def f16_value(h):
+def f16_value(
+    h,  # uint16 bits
+):
     "The float32 equal to a float16, given as uint16 bits."
     sign = u32(u32(u32(h) & u32(0x8000)) << u32(16))
     a = u32(u32(u32(h) & u32(0x7FFF)) << u32(13))

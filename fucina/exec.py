@@ -51,7 +51,9 @@ class Pool:
         "Bytes on the shelves."
         return sum(a.nbytes for shelf in self.free.values() for a in shelf)
 
-    def shrink(self, cap: int) -> None:
+    def shrink(self,
+        cap: int,  # bytes that may stay
+    ) -> None:
         "Drop arrays, oldest shape first, until at most `cap` bytes are kept."
         over = self.cached - cap
         for shape in list(self.free):
@@ -89,8 +91,8 @@ def thread_state() -> ThreadState:
 
 # %% ../nbs/03_exec.ipynb #ce7253af
 def empty(
-    state: ThreadState,
-    shape: tuple[int, ...],
+    state: ThreadState,  # of this thread
+    shape: tuple[int, ...],  # of the result
 ) -> np.ndarray:  # float32, contents arbitrary
     "Memory for one result: the scope's if one is open, else plain NumPy."
     scope = state.scope
@@ -148,7 +150,11 @@ class Record:
     __slots__ = ('context', 'pool', 'free', 'results', 'owned', 'outer', 'where', 'closed',
                  'count', 'nbytes', 'peak', 'state', 'watch')
 
-    def __init__(self, context: 'ExecContext', outer: Any, where: tuple[Any, int]):
+    def __init__(self,
+        context: 'ExecContext',  # whose pool lends the memory
+        outer: Any,  # scope around this one, or None
+        where: tuple[Any, int],  # code object and instruction that opened it
+    ):
         self.context, self.pool, self.free = context, context.pool, context.pool.free
         self.results: list[Any] = []
         self.owned: list[tuple[np.ndarray, list[np.ndarray]]] = []
@@ -205,7 +211,9 @@ class Record:
         raise ScopeOrderError(f'{name} is not the innermost; close the one opened at '
                               f'{self.context.scopes[-1].opened_at()} first')
 
-    def finish(self, _: Any = None) -> None:
+    def finish(self,
+        _: Any = None,  # ignored: what a weak reference passes on
+    ) -> None:
         "Close, and before that, after a mishap, what is still open inside."
         scopes, s = self.context.scopes, self.state
         if self in scopes:
@@ -221,7 +229,9 @@ class ExecScope(Block):
 
     __slots__ = ('_context', '_record')
 
-    def __init__(self, context: 'ExecContext | None' = None):
+    def __init__(self,
+        context: 'ExecContext | None' = None,  # where to open it; None: the current context
+    ):
         self._exit = _nobody
         self._context = context
         self._record: Record | None = None
@@ -383,7 +393,9 @@ class ExecContext(Block):
         "Open a scope by hand; close it with `close_exec_scope`."
         return ExecScope(self)._open(sys._getframe(1))
 
-    def close_exec_scope(self, scope: ExecScope) -> None:
+    def close_exec_scope(self,
+        scope: ExecScope,  # from `open_exec_scope`
+    ) -> None:
         "Close the innermost scope, which must be `scope`."
         if scope._record is None: raise ScopeClosedError('the scope was never opened')
         scope._record.close()

@@ -25,7 +25,7 @@ i32, i64, u32, u64 = np.int32, np.int64, np.uint32, np.uint64
 
 # %% ../nbs/01a_kernels.ipynb #51f0fdc5
 def uninterrupted(
-    work: Callable,
+    work: Callable,  # what must not stop half-way; called with the arguments of the result
 ) -> Callable:  # the same, done to its end before an interrupt takes effect
     "Let `work` finish before a Ctrl-C that comes meanwhile."
     def run(*args, **keywords):
@@ -208,7 +208,10 @@ def parallel_for(
 
 # %% ../nbs/01a_kernels.ipynb #e4aa6f9a
 @inline
-def chunk_squares(v, lanes):
+def chunk_squares(
+    v,  # float32, 1-d
+    lanes,  # 16 float64, overwritten
+):
     "Sum of the squares of one chunk in float64; `lanes` is room for 16 sums."
     lanes[:] = 0
     # `lanes.size`, not 16: an inner loop of known length would not be vectorised.

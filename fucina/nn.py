@@ -19,13 +19,12 @@ class Linear:
     "y = Wx + b over named axes."
 
     def __init__(self,
-        n_in: int,
-        n_out: int,
-        *,
-        seed: int,  # of the weight; the bias starts at 0
-        in_tag: str = 'in',
-        out_tag: str = 'out',
-        bias: bool = True,
+        n_in: int,  # size of the input
+        n_out: int,  # size of the output
+        *, seed: int,  # of the weight; the bias starts at 0
+        in_tag: str = 'in',  # axis of the input, summed over
+        out_tag: str = 'out',  # axis of the output
+        bias: bool = True,  # False: y = Wx
     ):
         self.w = kaiming_uniform((n_out, n_in), (out_tag, in_tag), seed, requires_grad=True)
         self.b = zeros(n_out, (out_tag,), requires_grad=True) if bias else None
@@ -54,8 +53,7 @@ class MLP:
 
     def __init__(self,
         sizes: Sequence[int],  # inputs, hidden units …, outputs
-        *,
-        seed: int,
+        *, seed: int,  # of the weights
         activation: str = 'tanh',  # or relu, silu, gelu, sigmoid
         tags: Any = None,  # one per size; None: 'in h1 h2 … out'
     ):

@@ -57,7 +57,10 @@ def _mixed(z):
     return z ^ (z >> u64(31))
 
 @inline
-def word(seed, i):
+def word(
+    seed,  # uint64, which stream
+    i,  # uint64, position in it
+):
     "`at` for kernels: uint64 in, uint64 out."
     return _mixed(seed + (i + u64(1)) * u64(GAMMA))
 
@@ -85,7 +88,9 @@ def at_array(
 STEP = 2.0**-53
 
 @inline
-def unit(w):
+def unit(
+    w,  # uint64 word
+):
     "A word as a float64 in [0, 1): its top 53 bits, in steps of 2^-53."
     # By way of int64, which every processor converts in one instruction.
     return f64(i64(w >> u64(11))) * STEP
@@ -172,7 +177,9 @@ PIO2_MID, PIO2_END = 6.077100506303966e-11, 2.0222662487959506e-21  # sum: PIO2_
 def _top(x): return i64(f64(x).view(u64) >> u64(32))
 
 @inline
-def sincos(x):
+def sincos(
+    x,  # angle in radians, 0 <= x < 2π
+):
     "sin x and cos x for 0 <= x < 2π in float64, the same bits on every machine."
     # `top` is the upper half of the bits; the constants are those of π/4, 3π/4, 5π/4, 7π/4.
     top = _top(x)
@@ -191,7 +198,10 @@ def sincos(x):
 
 # %% ../nbs/02_rng.ipynb #5d0f40ee
 @inline
-def gaussian_pair(seed, c):
+def gaussian_pair(
+    seed,  # uint64, which stream
+    c,  # uint64, position of the first of two words
+):
     "Two standard normals in float64, from words `c` and `c + 1`."
     radius = math.sqrt(-2.0 * math.log(unit(word(seed, c)) + STEP))
     s, c = sincos(TWO_PI * unit(word(seed, c + u64(1))))
@@ -295,7 +305,10 @@ def _uniforms(a, b):
     return f32(a) * f32(STEP), f32(b) * f32(STEP)
 
 @inline
-def gaussian_pair_fast(a, b):
+def gaussian_pair_fast(
+    a,  # word of the radius, in (0, 1]
+    b,  # word of the angle, in turns
+):
     "Two standard normals in float32, from words `a` and `b` as floats."
     radius = np.sqrt(f32(-2) * _ln_fast(a))
     s, c = _sincos_turn(b)
@@ -373,7 +386,10 @@ def gumbel_fill(
 
 # %% ../nbs/02_rng.ipynb #0041bad4
 @inline
-def mulhi(a, b):
+def mulhi(
+    a,  # uint64
+    b,  # uint64
+):
     "Upper 64 bits of the product of two uint64, from products of 32-bit halves."
     low, half = u64(0xFFFF_FFFF), u64(32)
     t = (a & low) * (b & low)

@@ -79,7 +79,10 @@ class Tensor(Operators):
 
     __slots__ = ()
 
-    def __init__(self, *args: Any, **keywords: Any):
+    def __init__(self,
+        *args: Any,  # any; a tensor is not made by its class
+        **keywords: Any,  # any
+    ):
         raise TypeError('make tensors with variable(data, tags) or constant(data, tags)')
 
     def zeros_like(self) -> 'Tensor':
@@ -90,7 +93,9 @@ class Tensor(Operators):
         "Ones with these tags, shape and dtype."
         return ones(self.shape, self._tags, self._dtype)
 
-    def full_like(self, value: float) -> 'Tensor':
+    def full_like(self,
+        value: float,  # of every element
+    ) -> 'Tensor':
         "One value with these tags, shape and dtype."
         return full(self.shape, value, self._tags, self._dtype)
 
@@ -112,10 +117,9 @@ def variable(
 # %% ../nbs/06_tensor.ipynb #d605adca
 def constant(
     data: Any,  # numbers: nested lists, an array or a tensor
-    tags: Any,
-    *,
-    dtype: str | None = None,  # None: floats are f32 (float16 arrays f16), integers i64
-    shape: Sequence[int] | None = None,
+    tags: Any,  # 'batch in', ('batch', 'in') or a number of axes
+    *, dtype: str | None = None,  # None: floats are f32 (float16 arrays f16), integers i64
+    shape: Sequence[int] | None = None,  # for flat data
     copy: bool = True,  # False: borrow a C-contiguous array of a matching dtype
 ) -> Tensor:
     "A tensor without gradient."
@@ -124,7 +128,7 @@ def constant(
 # %% ../nbs/06_tensor.ipynb #8a108d46
 def from_numpy(
     array: np.ndarray,  # C-contiguous; its memory is shared
-    tags: Any,
+    tags: Any,  # as in `constant`
 ) -> Tensor:
     "A constant that borrows an array."
     return constant(array, tags, copy=False)
@@ -132,9 +136,9 @@ def from_numpy(
 # %% ../nbs/06_tensor.ipynb #67916972
 def from_bits(
     bits: Any,  # uint16: raw bits
-    tags: Any,
+    tags: Any,  # as in `constant`
     dtype: str = 'bf16',  # 'bf16' or 'f16'
-    requires_grad: bool = False,
+    requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "A 16-bit tensor from the bits of its values."
     a = np.asarray(bits)
@@ -182,12 +186,11 @@ def _blank(shape: Any, tags: Any, dtype: str = 'f32') -> tuple[
 
 # %% ../nbs/06_tensor.ipynb #204fe33b
 def full(
-    shape: Sequence[int] | int,
-    value: float,
-    tags: Any,
-    dtype: str = 'f32',
-    *,
-    requires_grad: bool = False,
+    shape: Sequence[int] | int,  # sizes; a number for one axis
+    value: float,  # of every element
+    tags: Any,  # one for each axis
+    dtype: str = 'f32',  # f32, f16, bf16 or i64
+    *, requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "One value everywhere."
     sizes, names, dtype = _blank(shape, tags, dtype)
@@ -196,25 +199,39 @@ def full(
     return _wrap(one, names, dtype, requires_grad)
 
 # %% ../nbs/06_tensor.ipynb #039732c5
-def zeros(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32', *,
-          requires_grad: bool = False) -> Tensor:
+def zeros(
+    shape: Sequence[int] | int,  # sizes; a number for one axis
+    tags: Any,  # one for each axis
+    dtype: str = 'f32',  # f32, f16, bf16 or i64
+    *, requires_grad: bool = False,  # a variable instead of a constant
+) -> Tensor:
     "Zeros."
     return full(shape, 0, tags, dtype, requires_grad=requires_grad)
 
 # %% ../nbs/06_tensor.ipynb #255255e5
-def ones(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32', *,
-         requires_grad: bool = False) -> Tensor:
+def ones(
+    shape: Sequence[int] | int,  # sizes; a number for one axis
+    tags: Any,  # one for each axis
+    dtype: str = 'f32',  # f32, f16, bf16 or i64
+    *, requires_grad: bool = False,  # a variable instead of a constant
+) -> Tensor:
     "Ones."
     return full(shape, 1, tags, dtype, requires_grad=requires_grad)
 
 # %% ../nbs/06_tensor.ipynb #26c0fa7d
-def empty(shape: Sequence[int] | int, tags: Any, dtype: str = 'f32') -> Tensor:
+def empty(
+    shape: Sequence[int] | int,  # sizes; a number for one axis
+    tags: Any,  # one for each axis
+    dtype: str = 'f32',  # f32, f16, bf16 or i64
+) -> Tensor:
     "Arbitrary contents, to be written."
     sizes, names, dtype = _blank(shape, tags, dtype)
     return _wrap(np.empty(sizes, DTYPES[dtype]), names, dtype, False)
 
 # %% ../nbs/06_tensor.ipynb #3cfc9b3c
-def scalar(value: float) -> Tensor:
+def scalar(
+    value: float,  # a number
+) -> Tensor:
     "A tensor without axes."
     return full((), value, ())
 
@@ -224,50 +241,55 @@ def _drawn(fill: Any, shape: Any, tags: Any, requires_grad: bool) -> Tensor:
     return _wrap(fill(np.empty(sizes, f32)), names, 'f32', requires_grad)
 
 def uniform(
-    shape: Sequence[int] | int,
-    tags: Any,
-    seed: int,
-    lo: float = 0.0,
-    hi: float = 1.0,
-    *,
-    requires_grad: bool = False,
+    shape: Sequence[int] | int,  # sizes; a number for one axis
+    tags: Any,  # one for each axis
+    seed: int,  # stream of the noise
+    lo: float = 0.0,  # smallest value
+    hi: float = 1.0,  # all values lie below it
+    *, requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Uniform noise in [lo, hi)."
     return _drawn(lambda a: rng.uniform_fill(seed, a, lo, hi), shape, tags, requires_grad)
 
 # %% ../nbs/06_tensor.ipynb #2f4328a0
-def rand(shape: Sequence[int] | int, tags: Any, seed: int, *,
-         requires_grad: bool = False) -> Tensor:
+def rand(
+    shape: Sequence[int] | int,  # sizes; a number for one axis
+    tags: Any,  # one for each axis
+    seed: int,  # stream of the noise
+    *, requires_grad: bool = False,  # a variable instead of a constant
+) -> Tensor:
     "Uniform noise in [0, 1)."
     return uniform(shape, tags, seed, requires_grad=requires_grad)
 
 # %% ../nbs/06_tensor.ipynb #10fcba33
 def normal(
-    shape: Sequence[int] | int,
-    tags: Any,
-    seed: int,
-    mean: float = 0.0,
-    std: float = 1.0,
-    *,
-    requires_grad: bool = False,
+    shape: Sequence[int] | int,  # sizes; a number for one axis
+    tags: Any,  # one for each axis
+    seed: int,  # stream of the noise
+    mean: float = 0.0,  # centre of the bell
+    std: float = 1.0,  # its width, the standard deviation
+    *, requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Normal noise around `mean`."
     return _drawn(lambda a: rng.normal_fill(seed, a, mean, std), shape, tags, requires_grad)
 
 # %% ../nbs/06_tensor.ipynb #eceebd2a
-def randn(shape: Sequence[int] | int, tags: Any, seed: int, *,
-          requires_grad: bool = False) -> Tensor:
+def randn(
+    shape: Sequence[int] | int,  # sizes; a number for one axis
+    tags: Any,  # one for each axis
+    seed: int,  # stream of the noise
+    *, requires_grad: bool = False,  # a variable instead of a constant
+) -> Tensor:
     "Standard normal noise."
     return normal(shape, tags, seed, requires_grad=requires_grad)
 
 # %% ../nbs/06_tensor.ipynb #d16cbd89
 def kaiming_uniform(
-    shape: Sequence[int] | int,
-    tags: Any,
-    seed: int,
-    *,
-    fan_in: int | None = None,  # None: the size of the last axis
-    requires_grad: bool = False,
+    shape: Sequence[int] | int,  # sizes; a number for one axis
+    tags: Any,  # one for each axis
+    seed: int,  # stream of the noise
+    *, fan_in: int | None = None,  # None: the size of the last axis
+    requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Uniform noise within ±1/√fan_in (He et al. 2015, with a = √5)."
     sizes, _, _ = _blank(shape, tags)
@@ -277,11 +299,10 @@ def kaiming_uniform(
 
 # %% ../nbs/06_tensor.ipynb #db47dc2f
 def xavier_uniform(
-    shape: Sequence[int] | int,
-    tags: Any,
-    seed: int,
-    *,
-    requires_grad: bool = False,
+    shape: Sequence[int] | int,  # fan_out and fan_in
+    tags: Any,  # one for each axis
+    seed: int,  # stream of the noise
+    *, requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Uniform noise within ±√(6 / (fan_in + fan_out)), of a matrix (Glorot & Bengio 2010)."
     sizes, _, _ = _blank(shape, tags)

@@ -33,7 +33,10 @@ from .tensor import Tensor
 class CustomOp:
     "An operation made of a function on arrays and its VJP; see `custom_vjp`."
 
-    def __init__(self, forward: Callable[..., Any], tags: Callable[..., Any] | None):
+    def __init__(self,
+        forward: Callable[..., Any],  # float32 arrays -> float32 array
+        tags: Callable[..., Any] | None,  # of the inputs -> of the result; None: the first
+    ):
         self.forward, self.tags = forward, tags
         self.backward: Callable[..., Any] | None = None
         self.__name__, self.__doc__ = forward.__name__, forward.__doc__
@@ -41,7 +44,9 @@ class CustomOp:
     def __repr__(self) -> str:
         return f'custom operation {self.__name__}{"" if self.backward else ", no VJP yet"}'
 
-    def vjp(self, f: Callable[..., Any]) -> Callable[..., Any]:
+    def vjp(self,
+        f: Callable[..., Any],  # the backward function
+    ) -> Callable[..., Any]:
         "Register `f(gy, y, *inputs, **keywords, needs)`: an array or None per input."
         self.backward = f
         return f
@@ -100,8 +105,8 @@ class GradcheckResult:
     "How far apart numerical and analytical gradients were."
 
     checked: int  # elements
-    max_abs_error: float
-    max_rel_error: float
+    max_abs_error: float  # largest difference of two slopes
+    max_rel_error: float  # the same, divided by the larger slope
 
 def _loss(f: Callable[..., Any], inputs: tuple) -> float:
     with exec_scope(), no_grad(): return float(f(*inputs).item())
@@ -121,9 +126,9 @@ def _slope(f: Callable[..., Any], inputs: tuple, flat: np.ndarray, i: int,
 def gradcheck(
     loss_fn: Callable[..., Any],  # (*inputs) -> scalar tensor
     *inputs: Any,  # every f32 variable among them is checked
-    eps: float = 1e-3,
-    abs_tol: float = 1e-3,
-    rel_tol: float = 1e-2,
+    eps: float = 1e-3,  # half the distance of the two losses whose difference is taken
+    abs_tol: float = 1e-3,  # an element may be off by this
+    rel_tol: float = 1e-2,  # plus this share of its analytical slope
 ) -> GradcheckResult:  # GradientMismatchError if an element is off
     "Compare gradients with central differences, element by element."
     if not (eps > 0 and abs_tol >= 0 and rel_tol >= 0 and math.isfinite(eps)):

@@ -26,7 +26,12 @@ class Side:
 
     __slots__ = ('order', 'swapped', 'shape', 'full', 'back', 'plain')
 
-    def __init__(self, x: Any, batch: tuple, rows: tuple, cols: tuple):
+    def __init__(self,
+        x: Any,  # operand: a tensor or a packed matrix
+        batch: tuple,  # tags that count the matrices
+        rows: tuple,  # tags that become the rows
+        cols: tuple,  # tags that become the columns
+    ):
         sizes = dict(zip(x.tags, x.shape))
         def size(tags): return math.prod([sizes[t] for t in tags])
         lead = (size(batch),) if batch else ()
@@ -41,7 +46,9 @@ class Side:
             self.back = tuple([wanted.index(t) for t in x.tags])
         self.plain = self.order is None and self.shape == self.full and not batch
 
-    def matrix(self, a: np.ndarray) -> np.ndarray:
+    def matrix(self,
+        a: np.ndarray,  # values of the operand
+    ) -> np.ndarray:
         "The operand's array as (batch, rows, cols)."
         if self.plain and a.flags.c_contiguous: return a.T if self.swapped else a
         if self.order is not None: a = np.ascontiguousarray(a.transpose(self.order))
@@ -50,7 +57,9 @@ class Side:
         if a.shape != self.shape: a = a.reshape(self.shape)
         return a.swapaxes(-1, -2) if self.swapped else a
 
-    def restore(self, g: np.ndarray) -> np.ndarray:
+    def restore(self,
+        g: np.ndarray,  # gradient of the stack of matrices
+    ) -> np.ndarray:
         "A gradient in `shape`, as a gradient of the operand."
         if g.shape != self.full: g = g.reshape(self.full)
         return g if self.back is None else g.transpose(self.back)
@@ -61,7 +70,12 @@ class Product:
 
     __slots__ = ('tags', 'shape', 'matrix', 'left', 'right')
 
-    def __init__(self, x: Any, w: Any, over: tuple[str, ...], op: str):
+    def __init__(self,
+        x: Any,  # left operand
+        w: Any,  # right operand
+        over: tuple[str, ...],  # tags to sum over
+        op: str,  # name of the operation, for messages
+    ):
         for t in over:
             for v, side in ((x, 'left'), (w, 'right')):
                 if t not in v.tags: raise TagError(f'{op} over {t!r}: not in the {side} '
@@ -79,7 +93,12 @@ class Product:
             math.prod([sizes[t] for t in rows]), math.prod([sizes[t] for t in cols]))
 
 # %% ../../nbs/05c_contractions.ipynb #2b5e7866
-def shared_tags(x: Any, w: Any, over: tuple[str, ...], op: str) -> tuple[str, ...]:
+def shared_tags(
+    x: Any,  # left operand
+    w: Any,  # right operand
+    over: tuple[str, ...],  # tags to sum over, for the message
+    op: str,  # name of the operation, for the message
+) -> tuple[str, ...]:
     "The tags of both operands, whose sizes must agree."
     shared = tuple([t for t in x.tags if t in w.tags])
     for t in shared:
@@ -89,14 +108,21 @@ def shared_tags(x: Any, w: Any, over: tuple[str, ...], op: str) -> tuple[str, ..
     return shared
 
 # %% ../../nbs/05c_contractions.ipynb #913c9e6d
-def describe(x: Any) -> str:
+def describe(
+    x: Any,  # a tensor or a packed matrix
+) -> str:
     "Tags and sizes of a tensor or a frozen matrix."
     return '[' + ', '.join(f'{t}={n}' for t, n in zip(x.tags, x.shape)) + ']'
 
 # %% ../../nbs/05c_contractions.ipynb #a299182c
 _products: dict[Any, Product] = {}
 
-def multiply(state: ThreadState, a: np.ndarray, b: np.ndarray, shape: tuple) -> np.ndarray:
+def multiply(
+    state: ThreadState,  # of this thread
+    a: np.ndarray,  # left factor, a matrix or a stack of them
+    b: np.ndarray,  # right factor
+    shape: tuple,  # of the product
+) -> np.ndarray:
     "The product in the mode of this thread."
     out = empty(state, shape)
     if (state.gemm or _default['gemm']) == 'blas': return np.matmul(a, b, out=out)
@@ -122,7 +148,9 @@ def _vjp(plan: Product, a: np.ndarray, b: Any) -> Callable:
     return vjp
 
 # %% ../../nbs/05c_contractions.ipynb #80229efd
-def is_frozen(w: Any) -> bool:
+def is_frozen(
+    w: Any,  # any right operand
+) -> bool:
     "Whether `w` is a packed matrix: an object with tags, shape and `widen`."
     return not isinstance(w, Named) and hasattr(w, 'tags') and hasattr(w, 'widen')
 
@@ -150,7 +178,12 @@ def _right(w: Any, op: str) -> Any:
                     'wrap arrays with constant(array, tags)')
 
 # %% ../../nbs/05c_contractions.ipynb #62647b62
-def contract(x: N, w: Any, over: tuple[str, ...], op: str) -> N:
+def contract(
+    x: N,  # left operand
+    w: Any,  # right operand: a tensor, a packed matrix or one with `__fucina_dot__`
+    over: tuple[str, ...],  # tags to sum over
+    op: str,  # name of the operation, for messages
+) -> N:
     "Sum the product of `x` and `w` over the tags `over`."
     a: Any = x._data
     if isinstance(w, Named) and w._dtype is F32 and w._data is not None:
@@ -183,7 +216,7 @@ class Contractions(Reductions):
     __slots__ = ()
 
     def dot(self: N,
-        w: Any,  # f32, f16 or bf16 tensor, a frozen matrix, or what has a `__fucina_dot__`
+        w: Any,  # right operand
         tag: str,  # in both, same size
     ) -> N:  # tags: shared ones, then the rest of self, then the rest of w
         "Sum of products over one axis."
@@ -213,7 +246,7 @@ class Contractions(Reductions):
 
 # %% ../../nbs/05c_contractions.ipynb #8b6db99f
 def einsum_many(
-    out_tags: Any,
+    out_tags: Any,  # tags of the result, in order
     *ts: Any,  # two tensors or more
 ) -> Any:
     "A product of several tensors, from left to right, dropping each axis when it can go."

@@ -27,7 +27,7 @@ from .views import N, only_f32
 def as_indices(
     indices: Any,  # integers, one axis
     n: int,  # each must be in 0 … n - 1
-    what: str,
+    what: str,  # for the message
 ) -> np.ndarray:  # int64
     "Check indices; negative ones do not wrap around."
     a = np.asarray(indices)
@@ -55,7 +55,11 @@ class Lookup(AllLosses):
 
     __slots__ = ()
 
-    def gather(self: N, tag: str, indices: Any, out_tag: str | None = None) -> N:
+    def gather(self: N,
+        tag: str,  # axis to pick from
+        indices: Any,  # integers, one axis; IndexOutOfBoundsError outside
+        out_tag: str | None = None,  # name of the axis of picks; None: `tag`
+    ) -> N:
         "Pick entries along `tag`, in order, repetitions allowed."
         a, k = self._live('gather'), self.axis(tag)
         at = as_indices(indices, a.shape[k], f'gather along {tag}={a.shape[k]}')
@@ -79,7 +83,10 @@ class Lookup(AllLosses):
             else: node = Node((node,), vjp, 'gather', shape)
         return result(type(self), state, out, tags, 'gather', node)
 
-    def index_select(self: N, tag: str, indices: Named) -> N:
+    def index_select(self: N,
+        tag: str,  # axis to pick from
+        indices: Named,  # i64, one axis
+    ) -> N:
         "`gather` with an i64 tensor of one axis, whose tag names the result's axis."
         if not isinstance(indices, Named) or indices.dtype != 'i64' or indices.ndim != 1:
             raise DTypeError('index_select takes an i64 tensor with one axis')
@@ -167,7 +174,7 @@ def concat(
                  [lead + (slice(i, j),) for i, j in zip(ends, ends[1:])])
 
 def stack(
-    new_tag: str,
+    new_tag: str,  # name of the new axis
     i: int,  # position of the new axis
     ts: Sequence[N],  # same tags, shape and dtype
 ) -> N:

@@ -190,7 +190,9 @@ class Losses(Rows):
         return _finish(self, loss, reduction, saved)
 
 # %% ../../nbs/05e_losses.ipynb #33f0ce71
-def check_reduction(reduction: str) -> None:
+def check_reduction(
+    reduction: str,  # mean, sum or none; ValueError otherwise
+) -> None:
     "One of the three words."
     if reduction not in ('mean', 'sum', 'none'):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')

@@ -61,18 +61,26 @@ def _check_tags(spec: Any) -> tuple[str, ...]:
 # %% ../../nbs/04_named.ipynb #088f9e68
 F32 = 'f32'
 
-def check_dtype(dtype: str) -> str:  # the one string object of this name
+def check_dtype(
+    dtype: str,  # f32, f16, bf16 or i64; DTypeError for anything else
+) -> str:  # the one string object of this name
     "The name of a dtype; operations may compare it with `is`."
     for name in DTYPES:
         if isinstance(dtype, str) and name == dtype: return name
     raise DTypeError(f'dtype must be one of f32, f16, bf16, i64, got {dtype!r}')
 
-def narrow(x: np.ndarray, dtype: str) -> np.ndarray:
+def narrow(
+    x: np.ndarray,  # float32
+    dtype: str,  # f32, f16 or bf16
+) -> np.ndarray:
     "Float32 values as the storage of a float dtype: a fresh array."
     if dtype == 'bf16': return narrow_bf16(x)
     return narrow_f16(x) if dtype == 'f16' else x.copy()
 
-def widen(data: np.ndarray, dtype: str) -> np.ndarray:
+def widen(
+    data: np.ndarray,  # storage of a float tensor
+    dtype: str,  # its name: f32, f16 or bf16
+) -> np.ndarray:
     "Storage as float32 values; float32 storage is returned as it is."
     if dtype == 'bf16': return widen_bf16(data)
     return widen_f16(data) if dtype == 'f16' else data
@@ -105,13 +113,19 @@ def _shaped(a: np.ndarray, tags: tuple[str, ...], shape: Any) -> np.ndarray:
     return a
 
 # %% ../../nbs/04_named.ipynb #900ab7ad
-def check_shape(shape: tuple[int, ...], tags: tuple[str, ...]) -> None:
+def check_shape(
+    shape: tuple[int, ...],  # sizes; InvalidShapeError below 1
+    tags: tuple[str, ...],  # their names, for the message
+) -> None:
     "No axis may be empty."
     for tag, n in zip(tags, shape):
         if n < 1: raise InvalidShapeError(f'axis {tag!r} has size {n}; sizes start at 1')
 
 # %% ../../nbs/04_named.ipynb #5e30b77b
-def to_storage(data: Any, dtype: str | None) -> tuple[np.ndarray, str]:
+def to_storage(
+    data: Any,  # array, tensor, number or nested lists
+    dtype: str | None,  # to store it in; None: the one of the data
+) -> tuple[np.ndarray, str]:
     "A private C-contiguous copy of `data`, and its dtype."
     a = _as_array(data)
     if a.dtype.name == 'bfloat16':
@@ -222,7 +236,9 @@ class Axes(Access):
         if not self._tags: raise TypeError('a scalar has no length')
         return self.shape[0]
 
-    def has_tag(self, tag: str) -> bool:
+    def has_tag(self,
+        tag: str,  # any string
+    ) -> bool:
         "Whether an axis is called `tag`."
         return tag in self._tags
 
@@ -234,7 +250,9 @@ class Axes(Access):
         except ValueError:
             raise TagError(f'no axis {tag!r} in {self._describe()}') from None
 
-    def dim(self, tag: str) -> int:
+    def dim(self,
+        tag: str,  # TagError if there is no such axis
+    ) -> int:
         "Size of the axis called `tag`."
         return self.shape[self.axis(tag)]
 
@@ -519,8 +537,13 @@ class Named(Copies):
 # %% ../../nbs/04_named.ipynb #56de6fb3
 C = TypeVar('C', bound=Named)
 
-def make_variable(cls: type[C], data: Any, tags: Any, dtype: str = 'f32',
-                  shape: Any = None) -> C:
+def make_variable(
+    cls: type[C],  # class of the result
+    data: Any,  # array, tensor, number or nested lists; copied
+    tags: Any,  # 'batch in', a sequence of names, or a number of axes
+    dtype: str = 'f32',  # f32, f16 or bf16
+    shape: Any = None,  # to give the data; None: its own
+) -> C:
     "A trainable leaf of class `cls` with a private copy of `data`."
     names = _intern_tags(tags)
     if check_dtype(dtype) == 'i64':
@@ -531,8 +554,14 @@ def make_variable(cls: type[C], data: Any, tags: Any, dtype: str = 'f32',
     return cls._make(a, names, dtype, Leaf(a.shape))
 
 # %% ../../nbs/04_named.ipynb #f8fe7e40
-def make_constant(cls: type[C], data: Any, tags: Any, dtype: str | None = None,
-                  shape: Any = None, copy: bool = True) -> C:
+def make_constant(
+    cls: type[C],  # class of the result
+    data: Any,  # array, tensor, number or nested lists
+    tags: Any,  # 'batch in', a sequence of names, or a number of axes
+    dtype: str | None = None,  # f32, f16, bf16 or i64; None: the one of the data
+    shape: Any = None,  # to give the data; None: its own
+    copy: bool = True,  # False: share the memory of an array
+) -> C:
     "A tensor of class `cls` without gradient: a copy of `data`, or a borrow of it."
     names = _intern_tags(tags)
     if dtype is not None: dtype = check_dtype(dtype)
@@ -557,12 +586,12 @@ def _borrow(a: Any, dtype: str | None) -> tuple[np.ndarray, str]:
 _new = object.__new__
 
 def result(
-    cls: type[C],
-    state: ThreadState,
-    data: np.ndarray,
+    cls: type[C],  # class of the result
+    state: ThreadState,  # of this thread
+    data: np.ndarray,  # float32 values
     tags: tuple[str, ...],  # interned
-    op: str,
-    node: Node | None,
+    op: str,  # name of the operation, for messages
+    node: Node | None,  # its place in the graph, None if nothing is tracked
 ) -> C:
     "The float32 tensor of an operation, owned by the open scope."
     t = _new(cls)
@@ -573,7 +602,10 @@ def result(
         node.versions = tuple(p.version if isinstance(p, Leaf) else 0 for p in node.parents)
     return t
 
-def untracked(state: ThreadState, op: str) -> None:
+def untracked(
+    state: ThreadState,  # of this thread
+    op: str,  # name of the operation, for messages
+) -> None:
     "No node: called for a tracked operand while gradients are off."
     if state.outsiders is not None:
         raise CheckpointCapturedVariableError(

@@ -43,7 +43,9 @@ def _pow2(n):
     return u32(f32(n + f32(127) + ROUND).view(u32) << u32(23)).view(f32)
 
 @inline
-def exp32(x):
+def exp32(
+    x,  # float32
+):
     "e^x in float32."
     if x > f32(89): x = f32(89)
     if x < f32(-104): x = f32(-104)
@@ -55,7 +57,9 @@ def exp32(x):
 
 # %% ../../nbs/05_pointwise.ipynb #2ad9a8d7
 @inline
-def tanh32(x):
+def tanh32(
+    x,  # float32
+):
     "tanh x in float32: E / (E + 2) with E = e^2|x| - 1, small where x is."
     a = abs(x)
     b = (f32(10) if a > f32(10) else a) * f32(2)
@@ -67,7 +71,9 @@ def tanh32(x):
 
 # %% ../../nbs/05_pointwise.ipynb #e8e77591
 @inline
-def sigmoid32(x):
+def sigmoid32(
+    x,  # float32
+):
     "1 / (1 + e^-x) in float32."
     e = exp32(-abs(x))
     y = f32(1) / (f32(1) + e)
@@ -192,8 +198,14 @@ def _cos_grad(gy, x, gx): np.multiply(np.negative(np.sin(x, out=gx), out=gx), gy
 def _neg_grad(gy, x, gx): np.negative(gy, out=gx)
 
 # %% ../../nbs/05_pointwise.ipynb #9fa92c11
-def unary(x: N, op: str, forward: Callable, grad: Callable, saves: int,
-          scalars: tuple = ()) -> N:
+def unary(
+    x: N,  # operand; 16-bit ones are widened
+    op: str,  # name of the operation
+    forward: Callable,  # (scalars..., x, y): writes y
+    grad: Callable,  # (scalars..., gy, x or y, gx): writes gx
+    saves: int,  # what `grad` reads: 0 for x, 1 for y
+    scalars: tuple = (),  # float32, passed first to both
+) -> N:
     "A pointwise operation; `grad` reads the input (`saves` = 0) or the output (1)."
     a = x._data
     if a is None: x._dead(op)
@@ -219,7 +231,11 @@ def unary(x: N, op: str, forward: Callable, grad: Callable, saves: int,
     return result(type(x), state, out, x._tags, op, node)
 
 # %% ../../nbs/05_pointwise.ipynb #844cd907
-def in_f32(op: str, f: Callable[..., N], *xs: N) -> N:
+def in_f32(
+    op: str,  # name of the operation
+    f: Callable[..., N],  # of float32 tensors
+    *xs: N,  # 16-bit operands of one dtype
+) -> N:
     "Run `f` on widened copies of 16-bit tensors and round the result back."
     dtype = xs[0]._dtype
     for x in xs:
@@ -299,7 +315,9 @@ class Activations(Functions):
         "x where it is positive, else 0."
         return unary(self, 'relu', _relu, _relu_grad, 0)
 
-    def leaky_relu(self: N, slope: float = 0.01) -> N:
+    def leaky_relu(self: N,
+        slope: float = 0.01,  # of the negative side
+    ) -> N:
         "x where it is positive, else slope · x."
         return unary(self, 'leaky_relu', _leaky, _leaky_grad, 0, (_f32(slope, 'slope'),))
 
@@ -319,7 +337,10 @@ class Activations(Functions):
         "½x (1 + tanh(√(2/π) (x + 0.044715 x³)))"
         return unary(self, 'gelu', _gelu, _gelu_grad, 0)
 
-    def clamp(self: N, lo: float, hi: float) -> N:
+    def clamp(self: N,
+        lo: float,  # smallest result
+        hi: float,  # largest result
+    ) -> N:
         "x limited to [lo, hi]; no gradient outside."
         lo, hi = _f32(lo, 'lo'), _f32(hi, 'hi')
         if not lo <= hi: raise ValueError(f'clamp needs lo <= hi, got {lo} and {hi}')
@@ -352,19 +373,27 @@ class Scalars(Activations):
 
     __slots__ = ()
 
-    def scale(self: N, s: float) -> N:
+    def scale(self: N,
+        s: float,  # factor
+    ) -> N:
         "s · x"
         return unary(self, 'scale', _scale, _scale_grad, 0, (_f32(s),))
 
-    def add_scalar(self: N, s: float) -> N:
+    def add_scalar(self: N,
+        s: float,  # summand
+    ) -> N:
         "x + s"
         return unary(self, 'add_scalar', _shift, _shift_grad, 0, (_f32(s),))
 
-    def sub_scalar(self: S, s: float) -> S:
+    def sub_scalar(self: S,
+        s: float,  # to subtract
+    ) -> S:
         "x - s"
         return self.add_scalar(-_f32(s))
 
-    def div_scalar(self: S, s: float) -> S:
+    def div_scalar(self: S,
+        s: float,  # divisor
+    ) -> S:
         "x · (1/s), with 1/s rounded to float32."
         with np.errstate(divide='ignore'): return self.scale(f32(1) / _f32(s))
 
@@ -372,7 +401,9 @@ class Scalars(Activations):
         "s / x"
         return unary(self, 'div', _into, _into_grad, 0, (_f32(s),))
 
-    def pow_scalar(self: N, e: float) -> N:
+    def pow_scalar(self: N,
+        e: float,  # exponent
+    ) -> N:
         "x^e"
         return unary(self, 'pow_scalar', _power, _power_grad, 0, (_f32(e, 'exponent'),))
 
@@ -382,7 +413,11 @@ class Plan:
 
     __slots__ = ('tags', 'shape', 'view', 'back', 'row')
 
-    def __init__(self, x: Named, y: Named, op: str):
+    def __init__(self,
+        x: Named,  # left operand, which gives the order of the axes
+        y: Named,  # right operand
+        op: str,  # name of the operation, for messages
+    ):
         self.tags = _intern_tags(x._tags + tuple([t for t in y._tags if t not in x._tags]))
         sizes = []
         for t in self.tags:
@@ -411,12 +446,18 @@ class Plan:
                 None if same else (gone, back, v.shape, rows))
 
 # %% ../../nbs/05_pointwise.ipynb #7c18b393
-def lined_up(a: np.ndarray, view: Any) -> np.ndarray:
+def lined_up(
+    a: np.ndarray,  # values of an operand
+    view: Any,  # its entry in `Plan.view`
+) -> np.ndarray:
     "`a` with its axes where the plan wants them."
     return a if view is None else a.transpose(view[0])[view[1]]
 
 # %% ../../nbs/05_pointwise.ipynb #35f2b284
-def pull(gy: np.ndarray, back: Any) -> np.ndarray:
+def pull(
+    gy: np.ndarray,  # gradient of the result
+    back: Any,  # the operand's entry in `Plan.back`
+) -> np.ndarray:
     "A gradient of the result, summed and turned into one of the operand."
     if back is None: return gy
     gone, order, shape, rows = back
@@ -430,7 +471,11 @@ def pull(gy: np.ndarray, back: Any) -> np.ndarray:
 # %% ../../nbs/05_pointwise.ipynb #d236d85c
 _plans: dict[Any, Plan] = {}
 
-def plan_for(x: Named, y: Named, op: str) -> Plan:
+def plan_for(
+    x: Named,  # left operand
+    y: Named,  # right operand
+    op: str,  # name of the operation, for messages
+) -> Plan:
     "The remembered plan for the tags and shapes of two live operands."
     key = x._tags, y._tags, x._data.shape, y._data.shape
     plan = _plans.get(key)
@@ -448,7 +493,13 @@ def _add_row(x, row, y):
         for j in range(q.size): q[j] = p[j] + row[j]
 
 # %% ../../nbs/05_pointwise.ipynb #d494bdb5
-def binary(x: N, y: Named, op: str, ufunc: Callable, make_vjp: Callable) -> N:
+def binary(
+    x: N,  # left operand
+    y: Named,  # right operand
+    op: str,  # name of the operation
+    ufunc: Callable,  # the operation on arrays
+    make_vjp: Callable,  # (a, b, back) -> the backward function
+) -> N:
     "A pointwise operation of two tensors."
     if not isinstance(y, Named):
         raise TypeError(f'{op} takes a tensor, got {type(y).__name__}; '
@@ -481,7 +532,11 @@ def _finish(x, y, op, state, out, tags, a, b, back, make_vjp):
         else: node = Node((node, other), make_vjp(a, b, back), op, out.shape)
     return result(type(x), state, out, tags, op, node)
 
-def same_dtype(x: Named, y: Named, op: str) -> None:
+def same_dtype(
+    x: Named,  # left operand
+    y: Named,  # right operand
+    op: str,  # name of the operation, for messages
+) -> None:
     "Nothing is promoted in silence."
     if x._dtype != y._dtype:
         raise DTypeError(f'{op}: {x._describe()} and {y._describe()} differ in dtype; '
@@ -550,7 +605,12 @@ def _winner_vjp(sign):
 _maximum_vjp, _minimum_vjp = _winner_vjp(1), _winner_vjp(-1)
 
 # %% ../../nbs/05_pointwise.ipynb #932dfde6
-def gated(x: N, gate: Any, op: str, activation: Callable) -> N:
+def gated(
+    x: N,  # what passes the gate
+    gate: Any,  # of the same dtype, lined up by tag
+    op: str,  # name of the operation
+    activation: Callable,  # method of the gate
+) -> N:
     "x · activation(gate)"
     if not isinstance(gate, Named):
         raise TypeError(f'{op} takes a tensor as gate, got {gate!r}')
@@ -567,39 +627,57 @@ class Arithmetic(Scalars):
 
     __slots__ = ()
 
-    def add(self: N, other: Named) -> N:
+    def add(self: N,
+        other: Named,  # lined up by tag
+    ) -> N:
         "a + b"
         return binary(self, other, 'add', np.add, _add_vjp)
 
-    def sub(self: N, other: Named) -> N:
+    def sub(self: N,
+        other: Named,  # lined up by tag
+    ) -> N:
         "a - b"
         return binary(self, other, 'sub', np.subtract, _sub_vjp)
 
-    def mul(self: N, other: Named) -> N:
+    def mul(self: N,
+        other: Named,  # lined up by tag
+    ) -> N:
         "a · b"
         return binary(self, other, 'mul', np.multiply, _mul_vjp)
 
-    def div(self: N, other: Named) -> N:
+    def div(self: N,
+        other: Named,  # lined up by tag
+    ) -> N:
         "a / b"
         return binary(self, other, 'div', np.divide, _div_vjp)
 
-    def maximum(self: N, other: Named) -> N:
+    def maximum(self: N,
+        other: Named,  # lined up by tag
+    ) -> N:
         "The larger of a and b; a NaN wins."
         return binary(self, other, 'maximum', np.maximum, _maximum_vjp)
 
-    def minimum(self: N, other: Named) -> N:
+    def minimum(self: N,
+        other: Named,  # lined up by tag
+    ) -> N:
         "The smaller of a and b; a NaN wins."
         return binary(self, other, 'minimum', np.minimum, _minimum_vjp)
 
-    def swiglu(self: N, gate: N) -> N:
+    def swiglu(self: N,
+        gate: N,  # lined up by tag
+    ) -> N:
         "a · silu(gate)"
         return gated(self, gate, 'swiglu', Activations.silu)
 
-    def geglu(self: N, gate: N) -> N:
+    def geglu(self: N,
+        gate: N,  # lined up by tag
+    ) -> N:
         "a · gelu(gate)"
         return gated(self, gate, 'geglu', Activations.gelu)
 
-    def glu(self: N, gate: N) -> N:
+    def glu(self: N,
+        gate: N,  # lined up by tag
+    ) -> N:
         "a · sigmoid(gate)"
         return gated(self, gate, 'glu', Activations.sigmoid)
 

@@ -22,7 +22,10 @@ from .pointwise import Pointwise
 from .views import N, only_f32, sum_axes
 
 # %% ../../nbs/05a_reductions.ipynb #873bfae6
-def f32_values(x: Named, op: str) -> np.ndarray:
+def f32_values(
+    x: Named,  # operand
+    op: str,  # name of the operation, for messages
+) -> np.ndarray:
     "The values of a float tensor in float32; a tracked 16-bit tensor is refused."
     a = x._live(op)
     if x._dtype is F32: return a
@@ -32,8 +35,8 @@ def f32_values(x: Named, op: str) -> np.ndarray:
 
 # %% ../../nbs/05a_reductions.ipynb #1b57fea7
 def reduced(
-    x: N,
-    op: str,
+    x: N,  # operand
+    op: str,  # name of the operation
     data: np.ndarray,  # the result
     gone: tuple[int, ...],  # axes that disappeared
     back: Callable[[np.ndarray], np.ndarray],  # gradient with those axes as size 1 -> x's
@@ -48,7 +51,11 @@ def reduced(
     return result(type(x), state, data, tags, op, node)
 
 # %% ../../nbs/05a_reductions.ipynb #eeaabf1f
-def spread(gy: np.ndarray, shape: tuple[int, ...], s: np.float32) -> np.ndarray:
+def spread(
+    gy: np.ndarray,  # gradient, with size 1 where it is repeated
+    shape: tuple[int, ...],  # of the operand
+    s: np.float32,  # factor
+) -> np.ndarray:
     "`s · gy`, repeated to `shape`."
     return np.multiply(gy, s, out=empty(thread_state(), shape))
 
@@ -70,11 +77,15 @@ class Sums(Pointwise):
         if s != 1: np.multiply(out, s, out=out)
         return reduced(self, op, out, axes, lambda gy: spread(gy, a.shape, s))
 
-    def sum(self: N, tags: Any = ()) -> N:
+    def sum(self: N,
+        tags: Any = (),  # one name or several; TagError if none
+    ) -> N:
         "Sum over one or several axes."
         return self._sum(self._axes(tags), 'sum', f32(1))  # type: ignore[attr-defined]
 
-    def mean(self: N, tags: Any = ()) -> N:
+    def mean(self: N,
+        tags: Any = (),  # one name or several; TagError if none
+    ) -> N:
         "Sum times float32(1/n)."
         axes = self._axes(tags)  # type: ignore[attr-defined]
         n = math.prod([self.shape[k] for k in axes])
@@ -107,7 +118,7 @@ class Reductions(Sums):
     __slots__ = ()
 
     def variance(self: N,
-        tag: str,
+        tag: str,  # axis to reduce
         ddof: int = 0,  # divisor is n - ddof; InvalidShapeError unless n > ddof
     ) -> N:
         "Mean squared distance from the mean, in two passes."
@@ -138,15 +149,21 @@ class Reductions(Sums):
             return g
         return reduced(self, op, out, (k,), back)
 
-    def max(self: N, tag: str) -> N:
+    def max(self: N,
+        tag: str,  # axis to reduce
+    ) -> N:
         "Largest value along an axis; NaN if there is one."
         return self._extreme(tag, 'max', np.argmax)  # type: ignore[attr-defined]
 
-    def min(self: N, tag: str) -> N:
+    def min(self: N,
+        tag: str,  # axis to reduce
+    ) -> N:
         "Smallest value along an axis; NaN if there is one."
         return self._extreme(tag, 'min', np.argmin)  # type: ignore[attr-defined]
 
-    def argmax(self: N, tag: str) -> N:
+    def argmax(self: N,
+        tag: str,  # axis to reduce
+    ) -> N:
         "Position of the first largest value, as i64; NaN never wins."
         k = self.axis(tag)
         bare = self.detach()  # type: ignore[attr-defined]

@@ -25,7 +25,9 @@ from ..rng import _ln_fast
 
 # %% ../../nbs/05d_rows.ipynb #e74d4e23
 @inline
-def ln32(z):
+def ln32(
+    z,  # float32, at least 1
+):
     "ln z in float32 for z >= 1; infinities and NaN pass through."
     return _ln_fast(z) if z < f32(np.inf) else z
 
@@ -42,21 +44,33 @@ def by_rows(
                        max(1, CHUNK // width), least)
 
 # %% ../../nbs/05d_rows.ipynb #e9f0c81a
-def rows_of(a: np.ndarray, axis: int) -> np.ndarray:
+def rows_of(
+    a: np.ndarray,  # values, any strides
+    axis: int,  # which one becomes the row
+) -> np.ndarray:
     "`a` as a contiguous (rows, n) matrix, `axis` last."
     if axis != a.ndim - 1: a = np.moveaxis(a, axis, -1)
     return np.ascontiguousarray(a).reshape(-1, a.shape[-1])
 
 # %% ../../nbs/05d_rows.ipynb #bf6db946
-def like(m: np.ndarray, shape: tuple[int, ...], axis: int) -> np.ndarray:
+def like(
+    m: np.ndarray,  # one row for each position of the other axes
+    shape: tuple[int, ...],  # of the result
+    axis: int,  # which axis the rows were
+) -> np.ndarray:
     "A matrix of rows back in `shape`."
     if axis == len(shape) - 1: return m.reshape(shape)
     moved = shape[:axis] + shape[axis + 1:] + shape[axis:axis + 1]
     return np.moveaxis(m.reshape(moved), -1, axis)
 
 # %% ../../nbs/05d_rows.ipynb #08a5235b
-def row_op(x: N, op: str, out: np.ndarray, tags: tuple[str, ...],
-           back: Callable[[np.ndarray], np.ndarray]) -> N:
+def row_op(
+    x: N,  # the operand
+    op: str,  # name of the operation
+    out: np.ndarray,  # its result
+    tags: tuple[str, ...],  # of the result, interned
+    back: Callable[[np.ndarray], np.ndarray],  # gradient of the result -> gradient of x
+) -> N:
     "The tensor of an operation with one tracked operand."
     state, node = thread_state(), x._node
     if node is not None:
@@ -134,7 +148,7 @@ class Softmax(Contractions):
     __slots__ = ()
 
     def softmax(self: N,
-        tag: str,
+        tag: str,  # axis of the weights
         scale: float = 1.0,  # multiplies x first
         causal: tuple[str, int] | None = None,  # (query tag, offset)
     ) -> N:
@@ -180,7 +194,9 @@ class LogSoftmax(Softmax):
         by_rows(_log_sums, x, m, z)
         return axis, a.shape, x, m, z
 
-    def log_softmax(self: N, tag: str) -> N:
+    def log_softmax(self: N,
+        tag: str,  # axis of the weights
+    ) -> N:
         "ln of softmax, without forming the quotient."
         axis, shape, x, m, z = self._logs(tag, 'log_softmax')  # type: ignore[attr-defined]
         y = empty(thread_state(), x.shape)
@@ -191,7 +207,9 @@ class LogSoftmax(Softmax):
             return like(gx, shape, axis)
         return row_op(self, 'log_softmax', like(y, shape, axis), self._tags, vjp)
 
-    def logsumexp(self: N, tag: str) -> N:
+    def logsumexp(self: N,
+        tag: str,  # axis to sum over
+    ) -> N:
         "ln of the sum of exponentials along `tag`, which disappears."
         axis, shape, x, m, z = self._logs(tag, 'logsumexp')  # type: ignore[attr-defined]
         y = np.add(m, z, out=z)
@@ -298,7 +316,7 @@ class Rows(LogSoftmax):
     __slots__ = ()
 
     def rms_norm(self: N,
-        tag: str,
+        tag: str,  # axis to normalise
         eps: float,  # added to the mean square
         weight: Named | None = None,  # (tag,)
     ) -> N:
@@ -311,7 +329,7 @@ class Rows(LogSoftmax):
                           () if weight is None else (weight,), (e, inv, w))
 
     def layer_norm(self: N,
-        tag: str,
+        tag: str,  # axis to normalise
         eps: float,  # added to the variance
         weight: Named | None = None,  # (tag,)
         bias: Named | None = None,  # (tag,); weight and bias come together

@@ -24,7 +24,9 @@ from .named import F32, Named, _intern_tags, result, untracked
 COL_BLOCK = 1024
 
 @inline
-def lane_sum(x):
+def lane_sum(
+    x,  # float32, 1-d, contiguous
+):
     "Sum of a contiguous vector: eight lanes, in blocks of 1024."
     total = f32(0)
     for start in range(0, x.size, 1024):
@@ -92,7 +94,7 @@ def _sum_cols(
 
 # %% ../../nbs/04a_views.ipynb #9ba149f7
 def sum_axes(
-    state: ThreadState,
+    state: ThreadState,  # of this thread
     x: np.ndarray,  # float32, any strides
     axes: tuple[int, ...],  # to sum over, rising
 ) -> np.ndarray:  # the remaining axes, in order
@@ -111,7 +113,7 @@ def sum_axes(
 
 # %% ../../nbs/04a_views.ipynb #273c3fc0
 def shrink_to(
-    state: ThreadState,
+    state: ThreadState,  # of this thread
     g: np.ndarray,  # float32
     shape: tuple[int, ...],  # same number of axes; 1 where g was repeated
 ) -> np.ndarray:  # of `shape`
@@ -123,7 +125,10 @@ def shrink_to(
 # %% ../../nbs/04a_views.ipynb #a8493d3d
 N = TypeVar('N', bound=Named)
 
-def only_f32(x: Named, op: str) -> None:
+def only_f32(
+    x: Named,  # operand
+    op: str,  # name of the operation, for messages
+) -> None:
     "Refuse a 16-bit operand that would have to be tracked."
     if x._dtype is not F32 and x._node is not None:
         state = thread_state()
@@ -133,10 +138,10 @@ def only_f32(x: Named, op: str) -> None:
 
 # %% ../../nbs/04a_views.ipynb #4c45df59
 def as_view(
-    x: N,
+    x: N,  # whose class, dtype and node the view takes over
     data: np.ndarray,  # a view on x's storage, or a copy of it
-    tags: tuple[str, ...],
-    op: str,
+    tags: tuple[str, ...],  # of the view, interned
+    op: str,  # name of the operation
     back: Callable[[np.ndarray], np.ndarray],  # gradient of the view -> gradient of x
 ) -> N:
     "A tensor of `x`'s class that shows `data`."
@@ -179,7 +184,9 @@ class Reorder(Named):
 
     __slots__ = ()
 
-    def with_tags(self: N, tags: Any) -> N:
+    def with_tags(self: N,
+        tags: Any,  # one new name for each axis
+    ) -> N:
         "The same axes under other names."
         a, names = self._live('with_tags'), _intern_tags(tags)
         if len(names) != a.ndim:
@@ -192,7 +199,9 @@ class Reorder(Named):
             raise TagError(f'{op}: {names} is no reordering of {self._describe()}')
         return names, tuple([self._tags.index(t) for t in names])
 
-    def permute_to(self: N, tags: Any) -> N:
+    def permute_to(self: N,
+        tags: Any,  # all names, in the wanted order
+    ) -> N:
         "The axes in the order of `tags`."
         a = self._live('permute_to')
         names, order = self._order(tags, 'permute_to')  # type: ignore[attr-defined]
@@ -202,7 +211,10 @@ class Reorder(Named):
 
     transpose = permute_to
 
-    def insert_axis(self: N, tag: str, i: int = 0) -> N:
+    def insert_axis(self: N,
+        tag: str,  # name of the new axis
+        i: int = 0,  # its position, 0 to ndim
+    ) -> N:
         "A new axis of size 1 at position `i`."
         a, i = self._live('insert_axis'), index(i)
         if not 0 <= i <= a.ndim:
@@ -212,7 +224,9 @@ class Reorder(Named):
         return as_view(self, np.expand_dims(a, i), names, 'insert_axis',
                        lambda gy: gy.reshape(a.shape))
 
-    def align_to(self: N, tags: Any) -> N:
+    def align_to(self: N,
+        tags: Any,  # all names of this tensor and perhaps more
+    ) -> N:
         "The axes in the order of `tags`; those it lacks are inserted with size 1."
         names = _intern_tags(tags)
         lost = [t for t in self._tags if t not in names]
@@ -229,7 +243,9 @@ class Reshape(Reorder):
 
     __slots__ = ()
 
-    def squeeze(self: N, tag: str) -> N:
+    def squeeze(self: N,
+        tag: str,  # an axis of size 1; InvalidShapeError otherwise
+    ) -> N:
         "Drop an axis of size 1."
         a, k = self._live('squeeze'), self.axis(tag)
         if a.shape[k] != 1:
@@ -237,7 +253,11 @@ class Reshape(Reorder):
         names = _intern_tags(self._tags[:k] + self._tags[k + 1:])
         return as_view(self, a.squeeze(k), names, 'squeeze', lambda gy: gy.reshape(a.shape))
 
-    def split(self: N, tag: str, tags: Any, sizes: Sequence[int]) -> N:
+    def split(self: N,
+        tag: str,  # axis to divide
+        tags: Any,  # names of the parts
+        sizes: Sequence[int],  # one for each part
+    ) -> N:
         "One axis as several, the last running fastest; the sizes multiply to its own."
         a, k, parts = self._live('split'), self.axis(tag), _intern_tags(tags)
         sizes = tuple([index(n) for n in sizes])
@@ -249,7 +269,10 @@ class Reshape(Reorder):
         y = a.reshape(a.shape[:k] + sizes + a.shape[k + 1:])
         return as_view(self, y, names, 'split', lambda gy: gy.reshape(a.shape))
 
-    def merge(self: N, out_tag: str, tags: Any) -> N:
+    def merge(self: N,
+        out_tag: str,  # name of the joint axis
+        tags: Any,  # neighbours, in order
+    ) -> N:
         "Neighbouring axes, in order, as one."
         a, parts = self._live('merge'), _intern_tags(tags)
         k = self.axis(parts[0]) if parts else 0
@@ -262,7 +285,10 @@ class Reshape(Reorder):
         return as_view(self, _merged(a, shape, 'merge'), names, 'merge',
                        lambda gy: gy.reshape(a.shape))
 
-    def broadcast_to(self: N, tags: Any, shape: Sequence[int]) -> N:
+    def broadcast_to(self: N,
+        tags: Any,  # all names of the result
+        shape: Sequence[int],  # their sizes
+    ) -> N:
         "Repeat along axes of size 1 and along new axes; nothing is copied."
         names, shape = _intern_tags(tags), tuple([index(n) for n in shape])
         if len(names) != len(shape): raise TagError(f'{len(names)} tags for shape {shape}')
@@ -283,7 +309,11 @@ class Views(Reshape):
 
     __slots__ = ()
 
-    def narrow(self: N, tag: str, start: int, length: int) -> N:
+    def narrow(self: N,
+        tag: str,  # axis to shorten
+        start: int,  # first position that stays
+        length: int,  # how many stay, at least 1
+    ) -> N:
         "`length` positions of one axis, from `start` on."
         a, k = self._live('narrow'), self.axis(tag)
         start, length = index(start), index(length)
@@ -294,7 +324,10 @@ class Views(Reshape):
         return as_view(self, a[where], self._tags, 'narrow',
                        lambda gy: _into_zeros(a.shape, where, gy))
 
-    def select(self: N, tag: str, i: int) -> N:
+    def select(self: N,
+        tag: str,  # axis to drop
+        i: int,  # position on it; IndexOutOfBoundsError outside
+    ) -> N:
         "One position of an axis, which disappears; negative counts from the end."
         a, k, i = self._live('select'), self.axis(tag), index(i)
         if not -a.shape[k] <= i < a.shape[k]:
@@ -324,7 +357,9 @@ class Views(Reshape):
         if not self.is_contiguous: return self.materialize()  # type: ignore[attr-defined]
         return as_view(self, self._data, self._tags, 'contiguous', lambda gy: gy)
 
-    def flatten(self: N, tag: str) -> N:
+    def flatten(self: N,
+        tag: str,  # name of the one axis
+    ) -> N:
         "All axes as one, row-major; a copy only if the memory is strided."
         names, x = _intern_tags((tag,)), self.contiguous()  # type: ignore[attr-defined]
         shape = x._data.shape
