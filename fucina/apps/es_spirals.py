@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -75,18 +75,25 @@ def _logits(x, w1, b1, w2, b2, w3, b3):
     h = _layer(w2, b2, _layer(w1, b1, x, True), True)
     return _layer(w3, b3, h, False).T
 
+# %% ../../nbs/20d_es_spirals.ipynb #5c0a91d7
 @kernel
-def _score(rows, ends, seeds, signed, iid, x, labels, net):
-    "Write a member into the replica `net`, where `rows` lead; its loss and its hits."
+def _write(rows, ends, seeds, signed, iid):
+    "Write a member into the replica to which `rows` lead."
     kept, filled = np.empty((0, 0), f32), np.empty(0, np.bool_)
     _move(rows, ends, seeds, signed, iid, kept, filled, f32(-0.0), f32(1), 0, ends[-1])
+
+@kernel
+def _score(rows, ends, seeds, signed, iid, x, labels, net):
+    "Write a member into the replica `net`; its loss and its hits."
+    _write(rows, ends, seeds, signed, iid)
     return _loss(_logits(x, *net), labels)
 
 # %% ../../nbs/20d_es_spirals.ipynb #32ee4cc7
 class Scorer:
     "A replica of a network and all that one thread needs to score it."
+    score = staticmethod(_score)  # the kernel; another network has another one
 
-    def __init__(self, trainer: Trainer, net: Net, points: np.ndarray, labels: np.ndarray):
+    def __init__(self, trainer: Trainer, net: Any, points: np.ndarray, labels: np.ndarray):
         self.trainer, self.labels = trainer, np.array(labels, i64)
         self.x = np.ascontiguousarray(points.T)
         self.net = tuple([np.empty_like(t.data_const()) for t in vars(net).values()])
@@ -101,8 +108,8 @@ class Scorer:
             leader, sign = leader_and_sign(c, member)
             seeds = np.array([self.trainer.member_seed(leader)], u64)
         signed = np.full(seeds.size, f32(sign) * c.sigma, f32)
-        return _score(self.rows, self.ends, seeds, signed, c.noise == 0, self.x,
-                      self.labels, self.net)
+        return self.score(self.rows, self.ends, seeds, signed, c.noise == 0, self.x,
+                          self.labels, self.net)
 
 # %% ../../nbs/20d_es_spirals.ipynb #e08b8707
 def minus_loss(loss: float, accuracy: float) -> float:
@@ -113,6 +120,7 @@ def minus_loss(loss: float, accuracy: float) -> float:
 @dataclass
 class Search:
     "A population at work."
+    chance: ClassVar[float] = 0.5  # accuracy of who guesses
     trainer: Trainer
     scorers: Sequence[Callable[..., tuple[float, int]]]  # one per worker, see `Scorer`
     points: int  # how many are classified
@@ -236,7 +244,8 @@ def follow(
     "Train to the end, with lines on the way, and save."
     t = search.trainer
     loss, accuracy = search.judge()
-    print(f'before: accuracy {accuracy:.3f} (chance 0.500), ce {loss:.4f}')
+    print(f'before: accuracy {accuracy:.3f} (chance {search.chance:.3f}), '
+          f'ce {loss:.4f}')
     start, first = time.perf_counter(), t.iteration
     with progress(max(args.iterations - first, 0), args.command) as bar:
         for k in search.run(args.iterations):
