@@ -3,6 +3,7 @@
 PY ?= python3
 VENV ?= .venv
 ARGS ?=
+JOBS ?= 2
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 # What is imported gets compiled then; compiling everything now would take twice as long.
@@ -21,8 +22,8 @@ demo: $(VENV)/runtime  ## train the spirals and the handwritten digits
 	$(BIN)/fucina spirals
 	$(BIN)/fucina digits
 
-test: $(VENV)/develop  ## run every test; ARGS='-k rng' or ARGS=--slow go to pytest
-	$(RUN) -m pytest $(ARGS)
+test: $(VENV)/develop  ## run every test; ARGS='-k rng' or ARGS=--slow go to pytest, JOBS=0 for --pdb
+	$(RUN) -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 setup: $(VENV)/develop  ## only set up .venv for work on the project
 
@@ -41,11 +42,12 @@ notebooks: $(VENV)/develop  ## run the notebooks and keep their outputs; NB=nbs/
 docs: $(VENV)/docs  ## build the site in _docs without Quarto (Python 3.11 or newer)
 	$(RUN) tools/docs.py _stage
 	$(BIN)/smalldocs render --strict _stage
+	$(RUN) tools/site.py _stage/_docs
 	rm -rf _docs && mv _stage/_docs _docs
 
-site: $(VENV)/develop  ## build the site in _docs with Quarto
+site: $(VENV)/docs  ## build the site in _docs with Quarto
 	$(RUN) tools/docs.py _stage
-	quarto render _stage
+	quarto render _stage -M html-math-method:mathml
 	rm -rf _docs && mv _stage/_docs _docs
 
 lint: $(VENV)/lint  ## check the style of the code

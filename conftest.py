@@ -1,5 +1,13 @@
 """Notebooks are tests: pytest runs every chapter of nbs/ as one item."""
+import signal
+
 import pytest
+
+
+def pytest_configure():
+    # What a shell starts with & ignores Ctrl-C, and tests that wait for it would never end.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):

@@ -28,8 +28,8 @@ __all__ = ['FucinaError', 'OptimError', 'StateDictError', 'SafetensorsError', 'T
            'InvalidQuantizedLengthError', 'NonFiniteValueError', 'EncoderUnavailableError', 'DecoderUnavailableError',
            'InvalidRankError', 'InvalidDropoutError', 'PeftUnsupportedError', 'AnchorMissingError', 'NoParamsError',
            'MemberActiveError', 'MemberNotActiveError', 'UnsupportedDTypeError', 'RewardCountMismatchError',
-           'ReplicaShapeMismatchError', 'NonFiniteRewardError', 'UnsupportedArchitectureError', 'MoeUnsupportedError',
-           'InvalidWeightShapeError', 'UnsupportedWeightTypeError', 'InvalidSequenceLengthError',
+           'ReplicaShapeMismatchError', 'ReplicaDivergedError', 'NonFiniteRewardError', 'UnsupportedArchitectureError',
+           'MoeUnsupportedError', 'InvalidWeightShapeError', 'UnsupportedWeightTypeError', 'InvalidSequenceLengthError',
            'InvalidLayerRangeError', 'LabelLengthMismatchError', 'KvCacheHeadDimNotBlockAlignedError',
            'KvCacheOverflowError', 'ContextFullError', 'TokenizerUnavailableError', 'NoTokenizerVocabError',
            'UnsupportedTokenizerFormatError', 'NoChatTemplateError', 'UnsupportedChatTemplateError',
@@ -222,6 +222,8 @@ class UnsupportedDTypeError(EsError, TypeError): "This dtype cannot be perturbed
 class RewardCountMismatchError(EsError, ValueError): "One reward per member is needed."
 class ReplicaShapeMismatchError(EsError, ValueError):
     "A replica differs from the registered weights."
+class ReplicaDivergedError(EsError, RuntimeError):
+    "A replica does not hold the bits that it should hold."
 class NonFiniteRewardError(EsError, ValueError): "A reward is NaN or infinite."
 
 # %% ../nbs/00_errors.ipynb #0242614d

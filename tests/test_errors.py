@@ -44,7 +44,7 @@ KeyError Safetensors TensorNotFound
 ValueError TrainerState InvalidTrainerState UnsupportedTrainerStateVersion
 ValueError Lora InvalidRank InvalidDropout
 ValueError - PeftUnsupported
-RuntimeError Es AnchorMissing NoParams MemberActive MemberNotActive
+RuntimeError Es AnchorMissing NoParams MemberActive MemberNotActive ReplicaDiverged
 TypeError Es UnsupportedDType
 ValueError Es RewardCountMismatch ReplicaShapeMismatch NonFiniteReward
 ValueError - InvalidQuantizedLength InvalidMagic UnsupportedVersion InvalidAlignment
@@ -87,7 +87,7 @@ def test_class(name, builtin, families):
 
 
 def test_the_table_is_complete():
-    assert len(ROWS) == 134 == len({row[0] for row in ROWS})
+    assert len(ROWS) == 135 == len({row[0] for row in ROWS})
     assert set(errors.__all__) == {row[0] for row in ROWS} | {'FucinaError', *FAMILIES.values()}
 
 

@@ -147,13 +147,12 @@ def no_more():
 def alarm():
     if not hasattr(signal, 'setitimer'): return (yield)
     def ctrl_c(*what): signal.raise_signal(signal.SIGINT)
-    # A shell that starts the tests in the background has it ignored.
-    deaf = signal.signal(signal.SIGINT, signal.default_int_handler)
-    old = signal.signal(signal.SIGALRM, ctrl_c)
+    old, modes = signal.signal(signal.SIGALRM, ctrl_c), np.geterr()
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, old)
-    signal.signal(signal.SIGINT, deaf)
+    # errstate is written in Python: Ctrl-C in its __enter__ or __exit__ leaves the modes changed.
+    np.seterr(**modes)
 
 
 def test_fifty_random_moments(expected, alarm):

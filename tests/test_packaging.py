@@ -27,7 +27,7 @@ FLOORS = {
     0: 'errors dtypes kernels rng',
     1: 'exec autograd ops gemm tensor transforms nn',
     2: 'safetensors state_dict param_registry training_checkpoint',
-    3: 'optim lora es data',
+    3: 'optim lora es data plot',
     4: 'gguf quant llm',
     5: 'environment apps __init__ __main__',
 }
@@ -169,7 +169,7 @@ def test_import_is_light():
 
 
 def test_wheel_holds_the_package_and_nothing_else(tmp_path):
-    shutil.copytree(ROOT/'fucina', tmp_path/'fucina')
+    shutil.copytree(ROOT/'fucina', tmp_path/'fucina', ignore=shutil.ignore_patterns('__pycache__'))
     for name in ('pyproject.toml', 'README.md', 'LICENSE'): shutil.copy(ROOT/name, tmp_path)
     python('import setuptools.build_meta as b; b.build_wheel("dist")', cwd=tmp_path)
     wheel, = (tmp_path/'dist').glob('fucina-*-py3-none-any.whl')

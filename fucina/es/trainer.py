@@ -7,7 +7,7 @@ __all__ = ['TERNARY', 'NEEDED', 'STORED', 'Trial', 'Setup', 'Guarded', 'Joining'
            'Trying', 'Returning', 'Elsewhere', 'Applying', 'Updating', 'Driving', 'Sharing', 'Saving', 'Resuming',
            'Trainer']
 
-# %% ../../nbs/13d_es.ipynb #c9bd0ffb
+# %% ../../nbs/13d_es.ipynb #ddd57cb8
 import inspect
 from collections.abc import Iterable, Sequence
 from copy import copy
@@ -20,6 +20,7 @@ from ..errors import (AnchorMissingError, CheckpointConfigMismatchError,
                            IndexOutOfBoundsError, InvalidConfigError, MemberActiveError,
                            MemberNotActiveError, NoParamsError, RewardCountMismatchError)
 from . import rewards as shaping
+from .executors import History, evaluate_on_executor
 from .genome import TernarySlots, flip_count
 from .noise import Floats, FloatSlot, Kept, Streams
 from .rewards import (AnchorDecay, Config, NoiseScheme, RestoreMode, RewardNorm,
@@ -46,7 +47,7 @@ class Trial(NamedTuple):
     streams: Streams  # its noise
     copied: bool  # the weights were saved before
 
-# %% ../../nbs/13d_es.ipynb #17df0212
+# %% ../../nbs/13d_es.ipynb #887026e9
 class Setup:
     "Settings, slots, and how far the run is."
 
@@ -74,6 +75,7 @@ class Setup:
         self.floats, self.genomes = Floats(), TernarySlots()
         self._trial: Trial | None = None
         self._kept: Kept | None = None
+        self.history = History()  # of updates, for workers elsewhere
 
 # %% ../../nbs/13d_es.ipynb #eefbbb94
 class Guarded(Setup):
@@ -90,7 +92,7 @@ class Guarded(Setup):
         "The number of slots, of floats and of trits."
         return len(self.floats) + len(self.genomes)
 
-# %% ../../nbs/13d_es.ipynb #248e5a69
+# %% ../../nbs/13d_es.ipynb #a31ae6f3
 class Joining(Guarded):
     "How tensors join."
 
@@ -103,6 +105,7 @@ class Joining(Guarded):
         self._idle('add_param')
         self.floats.append(slot)
         self._kept = None
+        self.history.forget()
 
     def add_registry(self,
         registry: ParamRegistry,
@@ -114,7 +117,7 @@ class Joining(Guarded):
                 self.add_param(view.tensor, view.name)
         return len(self.floats) - before
 
-# %% ../../nbs/13d_es.ipynb #78926b8c
+# %% ../../nbs/13d_es.ipynb #8bd04943
 class Naming(Joining):
     "How genomes join, and everything by its name."
 
@@ -126,6 +129,7 @@ class Naming(Joining):
         "Train a genome from the next iteration on."
         self._idle('add_ternary_param')
         self.genomes.add(blocks, length, name)
+        self.history.forget()
 
     def add_param_named(self, t: Named, name: str) -> None:
         "`add_param`, with the name required."
@@ -256,7 +260,7 @@ class Elsewhere(Returning):
         self._idle('materialize_ternary_member')
         self.genomes.materialize(self.config, self.iteration, member, dst)
 
-# %% ../../nbs/13d_es.ipynb #09434c1b
+# %% ../../nbs/13d_es.ipynb #812f4ed7
 class Applying(Elsewhere):
     "What an update changes."
 
@@ -265,16 +269,18 @@ class Applying(Elsewhere):
         self._idle('capture_anchor')
         self._populated('capture_anchor')
         self.floats.capture()
+        self.history.forget()
 
-    def _apply(self, streams: Streams, elections: list[Any]) -> None:
+    def _apply(self, streams: Streams, elections: list[Any], rewards: np.ndarray) -> None:
         c = self.config
         self.floats.update(streams, self.alpha_value() / f32(c.population))
         self.genomes.step(elections)
         if c.anchor_decay != AnchorDecay.none:
             self.floats.pull(pull_value(c), c.anchor_decay == AnchorDecay.l1)
+        self.history.note(self, rewards)
         self.iteration += 1
 
-# %% ../../nbs/13d_es.ipynb #7f13ad32
+# %% ../../nbs/13d_es.ipynb #be58e4f1
 class Updating(Applying):
     "From rewards to weights."
 
@@ -294,7 +300,7 @@ class Updating(Applying):
         leaders, weights = fold(c, shape(values, stats, c.reward_norm))
         streams = self._keeping(self._streams(leaders, weights), 0)
         elections = self.genomes.elect(c, self.iteration, leaders, weights)
-        uninterrupted(self._apply)(streams, elections)
+        uninterrupted(self._apply)(streams, elections, values)
         return stats
 
 # %% ../../nbs/13d_es.ipynb #235de793
@@ -321,7 +327,7 @@ class Driving(Updating):
         for member in range(rewards.size): rewards[member] = self._score(evaluate, member)
         return self.update(rewards)
 
-# %% ../../nbs/13d_es.ipynb #fb9c859f
+# %% ../../nbs/13d_es.ipynb #8df99eaa
 class Sharing(Driving):
     "Members for workers."
 
@@ -329,16 +335,21 @@ class Sharing(Driving):
         evaluator: Any,  # has eval_member(worker, member), or is a function of both
         rewards: Any = None,  # an array to fill; None: a new one
         workers: int = 1,  # threads; the calling thread is worker 0
+        executor: Any = None,  # a concurrent.futures.Executor, for `workers` orders
+        check_every: int = 16,  # iterations between two comparisons of all weights
     ) -> Any:  # the array
         "Score all members outside the weights; the first error is raised."
-        if index(workers) < 1:
-            raise InvalidConfigError(f'at least 1 worker is needed, got {workers}')
+        if index(workers) < 1 or index(check_every) < 1: raise InvalidConfigError(
+            f'at least 1, got workers={workers}, check_every={check_every}')
         self._idle('evaluate_members')
         population = self.config.population
         if rewards is None: rewards = np.empty(population, f32)
         if len(rewards) != population: raise RewardCountMismatchError(
             f'{population} members, room for {len(rewards)} rewards')
-        evaluate_on_threads(method(evaluator, 'eval_member'), rewards, index(workers))
+        if executor is None:
+            evaluate_on_threads(method(evaluator, 'eval_member'), rewards, index(workers))
+        else: evaluate_on_executor(executor, self, evaluator, rewards, index(workers),
+                                   index(check_every))
         return rewards
 
 # %% ../../nbs/13d_es.ipynb #c4d5f689
@@ -386,7 +397,7 @@ class Saving(Sharing):
                  for name, v in values.items()}
         return plain | {'es_iteration': self.iteration}
 
-# %% ../../nbs/13d_es.ipynb #b552ba41
+# %% ../../nbs/13d_es.ipynb #9702e1fb
 class Resuming(Saving):
     "What comes out of a checkpoint."
 
@@ -405,6 +416,7 @@ class Resuming(Saving):
         _check(new, self.nonfinite)
         for name in (*STORED, 'seed'):
             if on_mismatch == 'adopt': setattr(self.config, name, getattr(new, name))
+        self.history.forget()
         self.iteration = index(t)
 
 # %% ../../nbs/13d_es.ipynb #c5d99ca1
