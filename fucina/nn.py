@@ -21,7 +21,8 @@ class Linear:
     def __init__(self,
         n_in: int,  # size of the input
         n_out: int,  # size of the output
-        *, seed: int,  # of the weight; the bias starts at 0
+        *,
+        seed: int,  # of the weight; the bias starts at 0
         in_tag: str = 'in',  # axis of the input, summed over
         out_tag: str = 'out',  # axis of the output
         bias: bool = True,  # False: y = Wx
@@ -53,7 +54,8 @@ class MLP:
 
     def __init__(self,
         sizes: Sequence[int],  # inputs, hidden units …, outputs
-        *, seed: int,  # of the weights
+        *,
+        seed: int,  # of the weights
         activation: str = 'tanh',  # or relu, silu, gelu, sigmoid
         tags: Any = None,  # one per size; None: 'in h1 h2 … out'
     ):

@@ -54,7 +54,7 @@ SKIPPED = (str, bytes, bytearray, memoryview, np.ndarray, np.generic, int, float
 
 # %% ../nbs/09_param_registry.ipynb #efa30d2d
 def children(
-    obj: Any,
+    obj: Any,  # anything
 ) -> Iterable[tuple[str | None, Any]]:  # names and values; () for what is no container
     "What an object contains, in order."
     if obj is None or isinstance(obj, SKIPPED): return ()
@@ -67,7 +67,7 @@ def children(
 
 # %% ../nbs/09_param_registry.ipynb #de6ed1e8
 def walk(
-    obj: Any,
+    obj: Any,  # a tensor or what holds tensors
     prefix: str = '',  # name of the object itself
     inside: tuple[Any, ...] = (),  # the containers around it
 ) -> Iterator[tuple[str, Named]]:
@@ -85,15 +85,21 @@ def walk(
 @dataclass(frozen=True)
 class ParamView:
     "An entry of a registry, seen from outside."
-    name: str
-    tensor: Named
+    name: str  # of the entry
+    tensor: Named  # the tensor itself
 
     @property
-    def dtype(self) -> str: return self.tensor.dtype
+    def dtype(self) -> str:
+        "f32, f16, bf16 or i64."
+        return self.tensor.dtype
     @property
-    def shape(self) -> tuple[int, ...]: return self.tensor.shape or (1,)
+    def shape(self) -> tuple[int, ...]:
+        "Sizes as files have them: a scalar has shape (1,)."
+        return self.tensor.shape or (1,)
     @property
-    def trainable(self) -> bool: return self.tensor.requires_grad
+    def trainable(self) -> bool:
+        "Whether gradients reach it."
+        return self.tensor.requires_grad
 
     @property
     def array(self) -> np.ndarray:
@@ -166,7 +172,9 @@ class Collected(Entries):
         for name, t in walk(model, prefix):
             if t.dtype in ('f32', 'f16', 'bf16'): self.add_param(name, t)
 
-    def collect(self, model: Any) -> None:
+    def collect(self,
+        model: Any,  # an object that holds tensors
+    ) -> None:
         "`collect_prefixed` without a prefix."
         self.collect_prefixed('', model)
 
@@ -218,7 +226,7 @@ class Files(Trainable):
 
     def load_state_dict(self,
         reader: Any,  # has read(n); or a `File`, or `Sharded`
-        options: LoadOptions | None = None,
+        options: LoadOptions | None = None,  # how names are matched; None: strictly
         *,
         strict: bool | None = None,  # every name must be on both sides; None: as in options
         aliases: Any = None,  # {old: new} or pairs; None: as in options
@@ -231,8 +239,12 @@ class Files(Trainable):
 MOST = 12  # rows shown
 LEFT = ' style="text-align:left"'
 
-def show_text(title: str, rows: Sequence[tuple[str, ...]], total: str,
-              most: int = MOST) -> str:
+def show_text(
+    title: str,  # first line
+    rows: Sequence[tuple[str, ...]],  # the first has the names of the columns
+    total: str,  # last line
+    most: int = MOST,  # rows shown, at most
+) -> str:
     "A title, aligned columns of which the first row has the names, a line of totals."
     shown = [tuple(map(printable, row)) for row in rows[:most + 1]]
     more = len(rows) - most - 1
@@ -245,7 +257,11 @@ def show_text(title: str, rows: Sequence[tuple[str, ...]], total: str,
 # %% ../nbs/09_param_registry.ipynb #f64626cd
 def _html(text: str) -> str: return escape(printable(text))
 
-def show_html(title: str, rows: Sequence[tuple[str, ...]], total: str) -> str:
+def show_html(
+    title: str,  # above the table
+    rows: Sequence[tuple[str, ...]],  # the first has the names of the columns
+    total: str,  # below the table
+) -> str:
     "The same as a table."
     head, *body = rows
     cells = [''.join(f'<td{LEFT}>{_html(c)}</td>' for c in row) for row in body[:MOST]]
@@ -288,7 +304,7 @@ def _registry(model):
 
 # %% ../nbs/09_param_registry.ipynb #cd5a92b3
 def save(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str],  # of the file; parents are made
     model: Any,  # an object that holds tensors, or a registry
 ) -> None:
     "Write all tensors of a model as one file; an older file stays until it is done."

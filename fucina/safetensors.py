@@ -53,7 +53,11 @@ class DType(Enum):
     I32, U32, F32, C64 = (15, 32, '<i4'), (16, 32, '<u4'), (17, 32, '<f4'), (18, 64, '<c8')
     F64, I64, U64 = (19, 64, '<f8'), (20, 64, '<i8'), (21, 64, '<u8')
 
-    def __init__(self, order: int, bitsize: int, storage: str):
+    def __init__(self,
+        order: int,  # position in the format's list
+        bitsize: int,  # bits of an element
+        storage: str,  # NumPy's code for it; '' if it has none
+    ):
         self.order, self.bitsize, self.storage = order, bitsize, storage
         self.string: str = self._name_  # the tag in the header
 
@@ -85,7 +89,9 @@ def dtype_from_fucina(
     if name in FROM_FUCINA: return FROM_FUCINA[name]
     raise UnsupportedDtypeTagError(f'{shown(name)} has no counterpart in the format')
 
-def dtype_to_fucina(dtype: DType) -> str:
+def dtype_to_fucina(
+    dtype: DType,  # of the format; UnsupportedDtypeTagError for most
+) -> str:
     "Our name for a dtype of the format."
     if dtype in TO_FUCINA: return TO_FUCINA[dtype]
     raise UnsupportedDtypeTagError(f'we have no dtype for {dtype.string}')
@@ -95,7 +101,7 @@ LIMIT = 2**64 - 1
 MAX_HEADER_SIZE = 100_000_000  # bytes
 
 def byte_length(
-    dtype: DType,
+    dtype: DType,  # of the elements
     shape: Sequence[int],  # no axes: one element
     name: str = 'tensor',  # for messages
 ) -> int:
@@ -114,9 +120,9 @@ def byte_length(
 # %% ../nbs/07_safetensors.ipynb #1fc37295
 class TensorEntry(NamedTuple):
     "A tensor to be written."
-    name: str
-    dtype: DType | str
-    shape: Sequence[int]
+    name: str  # its name in the file
+    dtype: DType | str  # of the format
+    shape: Sequence[int]  # sizes of the axes
     data: Any  # a contiguous buffer: bytes, or an array of little-endian numbers
 
 # %% ../nbs/07_safetensors.ipynb #ecb0ef67
@@ -219,16 +225,22 @@ Metadata = Mapping[str, str] | Iterable[tuple[str, str]] | None
 def serialize(
     writer: Any,  # has write(bytes)
     tensors: Iterable[Any],  # `TensorEntry`, or the tensors of another file
-    metadata: Metadata = None,
+    metadata: Metadata = None,  # text by name, or None
 ) -> None:
     "Write a file to a stream."
     write_all(writer, frame(_check_entries(tensors), _check_metadata(metadata)))
 
-def serialize_alloc(tensors: Iterable[Any], metadata: Metadata = None) -> bytes:
+def serialize_alloc(
+    tensors: Iterable[Any],  # `TensorEntry`, or the tensors of another file
+    metadata: Metadata = None,  # text by name, or None
+) -> bytes:
     "A file as bytes."
     return b''.join(frame(_check_entries(tensors), _check_metadata(metadata)))
 
-def write_all(writer: Any, parts: Iterable[bytes | memoryview]) -> None:
+def write_all(
+    writer: Any,  # has write(bytes), which may return how much it took
+    parts: Iterable[bytes | memoryview],  # what to write, in order
+) -> None:
     "Write all of `parts`, also to a writer that takes only some of it at a time."
     for part in parts:
         taken = writer.write(part)
@@ -239,7 +251,7 @@ def write_all(writer: Any, parts: Iterable[bytes | memoryview]) -> None:
 
 # %% ../nbs/07_safetensors.ipynb #13760a25
 def strict_json(
-    text: str,
+    text: str,  # one JSON value
 ) -> Any:  # `-0` is a float, so it is no size
     "Parse JSON to the letter; ValueError or RecursionError otherwise."
     numbers: Any = dict(parse_constant=_no_number,
@@ -382,9 +394,9 @@ def _cut(t: Any, bounds: list[tuple[int, int]]) -> bytes:
 # %% ../nbs/07_safetensors.ipynb #34cbd3ad
 class TensorInfo(NamedTuple):
     "A tensor of a file."
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
+    name: str  # its name in the file
+    dtype: DType  # of the format
+    shape: tuple[int, ...]  # sizes of the axes
     data_offsets: tuple[int, int]  # from the start of the data
     data: memoryview  # read-only, the bytes in the file
 
@@ -440,7 +452,9 @@ T = TypeVar('T', bound='Opened')
 class Opened:
     "Something by name, until it is closed."
 
-    def __init__(self, held: dict[str, Any]): self._held: dict[str, Any] | None = held
+    def __init__(self,
+        held: dict[str, Any],  # things by name
+    ): self._held: dict[str, Any] | None = held
 
     def _open(self) -> dict[str, Any]:
         if self._held is None: raise ValueError('the file is closed')
@@ -463,21 +477,35 @@ class Tensors(Opened):
 
     def _info(self, held: Any) -> TensorInfo: return held
     def _rows(self) -> Iterator[tuple[Row, memoryview]]: raise NotImplementedError
-    def tensor_names(self) -> list[str]: return list(self._open())
-    def names(self) -> list[str]: return list(self._open())
-    def is_empty(self) -> bool: return not self._open()
+    def tensor_names(self) -> list[str]:
+        "The names of all tensors, in the order of the data."
+        return list(self._open())
+    def names(self) -> list[str]:
+        "The names of all tensors, in the order of the data."
+        return list(self._open())
+    def is_empty(self) -> bool:
+        "Whether there is no tensor."
+        return not self._open()
     def __len__(self) -> int: return len(self._open())
-    def len(self) -> int: return len(self._open())
+    def len(self) -> int:
+        "The number of tensors."
+        return len(self._open())
 
     @property
-    def tensors(self) -> list[TensorInfo]: return [*map(self._info, self._open().values())]
+    def tensors(self) -> list[TensorInfo]:
+        "All tensors, in the order of the data."
+        return [*map(self._info, self._open().values())]
 
-    def maybe_tensor(self, name: str) -> TensorInfo | None:
+    def maybe_tensor(self,
+        name: str,  # of a tensor
+    ) -> TensorInfo | None:
         "The tensor of this name, or None."
         held = self._open().get(name)
         return None if held is None else self._info(held)
 
-    def tensor(self, name: str) -> TensorInfo:
+    def tensor(self,
+        name: str,  # of a tensor
+    ) -> TensorInfo:
         "The tensor of this name; TensorNotFoundError if there is none."
         t = self.maybe_tensor(name)
         if t is None: raise TensorNotFoundError(f'there is no tensor {shown(name)}')
@@ -503,7 +531,11 @@ def _parse(buffer: Any) -> Parsed:
 class Buffer(Tensors):
     "A file in memory."
 
-    def __init__(self, rows: list[Row], metadata: dict[str, str], data: memoryview):
+    def __init__(self,
+        rows: list[Row],  # a checked header, tensor by tensor
+        metadata: dict[str, str],  # text by name
+        data: memoryview,  # the bytes behind the header
+    ):
         super().__init__({row[2]: row for row in rows})
         self.metadata, self.data = metadata, data.toreadonly()
 
@@ -524,17 +556,23 @@ class File(Buffer):
     "A safetensors file."
 
     @classmethod
-    def parse(cls, buffer: Any) -> 'File':
+    def parse(cls,
+        buffer: Any,  # the bytes of a whole file
+    ) -> 'File':
         "The file that a buffer holds; the buffer is kept, not copied."
         return cls(*_parse(buffer))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> 'File':
+    def load(cls,
+        path: str | os.PathLike[str],  # of a file
+    ) -> 'File':
         "Read a file into memory."
         with _opened(path) as f: return cls.parse(read_exact(f, _size_on_disk(f)))
 
     @classmethod
-    def load_mmap(cls, path: str | os.PathLike[str]) -> 'File':
+    def load_mmap(cls,
+        path: str | os.PathLike[str],  # of a file
+    ) -> 'File':
         "Map a file into memory."
         with _opened(path) as f:
             if not _size_on_disk(f): return cls.parse(b'')  # no system maps nothing
@@ -565,13 +603,17 @@ def read_prefix(
     return File(rows, metadata, read_exact(reader, total))
 
 # %% ../nbs/07_safetensors.ipynb #9233f25b
-def sync_file(fd: int) -> None:
+def sync_file(
+    fd: int,  # descriptor of an open file
+) -> None:
     "Wait until the data of a file are on the disk."
     os.fsync(fd)
     if hasattr(fcntl, 'F_FULLFSYNC'):  # macOS: also out of the disk's own memory
         with suppress(OSError): fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
 
-def sync_directory(path: str) -> None:
+def sync_directory(
+    path: str,  # of the directory
+) -> None:
     "Wait until names that came or went in a directory are on the disk."
     if os.name == 'nt': return  # there a directory cannot be opened
     fd = os.open(path, os.O_RDONLY)
@@ -580,7 +622,11 @@ def sync_directory(path: str) -> None:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP): raise
     finally: os.close(fd)
 
-def make_directory(path: str, *, durable: bool = True) -> None:
+def make_directory(
+    path: str,  # of the directory
+    *,
+    durable: bool = True,  # wait for the disk
+) -> None:
     "Make a directory, and those above it, where there is none."
     if os.path.isdir(path): return
     above = os.path.dirname(path) or os.curdir
@@ -642,9 +688,9 @@ def write_atomic(
 
 # %% ../nbs/07_safetensors.ipynb #18f1dd0e
 def save_file_atomic(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str],  # parents are made
     tensors: Iterable[Any],  # `TensorEntry`, or the tensors of another file
-    metadata: Metadata = None,
+    metadata: Metadata = None,  # text by name, or None
     *,
     durable: bool = True,  # wait for the disk
 ) -> None:
@@ -653,7 +699,9 @@ def save_file_atomic(
     write_atomic(path, lambda out: write_all(out, parts), durable=durable)
 
 # %% ../nbs/07_safetensors.ipynb #646c3d6e
-def is_index_path(path: str | os.PathLike[str]) -> bool:
+def is_index_path(
+    path: str | os.PathLike[str],  # of a file, which need not exist
+) -> bool:
     "Whether a path ends like the index of a split model."
     return os.fsdecode(path).endswith('.safetensors.index.json')
 
@@ -700,17 +748,24 @@ def _open_files(
 class Sharded(Tensors):
     "A model in several files, found through its index."
 
-    def __init__(self, index_path: str | os.PathLike[str], load: Callable[[str], File]):
+    def __init__(self,
+        index_path: str | os.PathLike[str],  # a JSON file: which tensor is in which file
+        load: Callable[[str], File],  # opens one of the files
+    ):
         self.files, tensors, self.total_size = _open_files(index_path, load)
         super().__init__(tensors)
 
     @classmethod
-    def load(cls, index_path: str | os.PathLike[str]) -> 'Sharded':
+    def load(cls,
+        index_path: str | os.PathLike[str],  # a JSON file: which tensor is in which file
+    ) -> 'Sharded':
         "Read all files of a model."
         return cls(index_path, File.load)
 
     @classmethod
-    def load_mmap(cls, index_path: str | os.PathLike[str]) -> 'Sharded':
+    def load_mmap(cls,
+        index_path: str | os.PathLike[str],  # a JSON file: which tensor is in which file
+    ) -> 'Sharded':
         "Map all files of a model."
         return cls(index_path, File.load_mmap)
 

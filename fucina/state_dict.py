@@ -36,13 +36,16 @@ from .errors import StateDictError  # noqa: F401  `except state_dict.StateDictEr
 # %% ../nbs/08_state_dict.ipynb #1967187e
 class NamedTensor(NamedTuple):
     "What is saved: a name, and memory that belongs to a tensor."
-    name: str
+    name: str  # 1 to 65535 bytes of UTF-8
     dtype: str  # 'f32', 'f16', 'bf16' or 'i64'
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # sizes of the axes, at least one
     bytes: Any  # a contiguous buffer
 
     @classmethod
-    def of(cls, name: str, t: Named) -> 'NamedTensor':
+    def of(cls,
+        name: str,  # under which it is saved
+        t: Named,  # contiguous tensor, whose memory is shared
+    ) -> 'NamedTensor':
         "The entry of a tensor; a scalar has shape (1,)."
         a = _memory(name, t)
         a.flags.writeable = False
@@ -53,21 +56,27 @@ class NamedTensor(NamedTuple):
 # %% ../nbs/08_state_dict.ipynb #3a9debff
 class NamedTensorMut(NamedTuple):
     "What is loaded into: a name, and memory that may be written."
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: str  # looked for in the file
+    dtype: str  # 'f32', 'f16', 'bf16' or 'i64'
+    shape: tuple[int, ...]  # sizes of the axes, at least one
     bytes: Any  # a contiguous, writable buffer
     leaf: Leaf | None = None  # counts the writes to a variable
 
     @classmethod
-    def around(cls, name: str, t: Named) -> 'NamedTensorMut':
+    def around(cls,
+        name: str,  # looked for in the file
+        t: Named,  # contiguous tensor, whose memory is shared
+    ) -> 'NamedTensorMut':
         "The entry of a tensor, to save; whether it may be written shows when it is loaded."
         memory = _memory(name, t).data
         leaf = t._node if isinstance(t._node, Leaf) else None
         return cls(name, t.dtype, t.shape or (1,), memory, leaf)
 
     @classmethod
-    def of(cls, name: str, t: Named) -> 'NamedTensorMut':
+    def of(cls,
+        name: str,  # looked for in the file
+        t: Named,  # contiguous tensor, whose memory is shared
+    ) -> 'NamedTensorMut':
         "The entry of a tensor; ReadOnlyDataError if its memory was borrowed read-only."
         e = cls.around(name, t)
         if e.bytes.readonly:
@@ -126,7 +135,7 @@ def _checked(e: Any) -> Checked:
 @no_collection()
 def save_state_dict(
     writer: Any,  # a binary stream
-    entries: Iterable[NamedTensor | NamedTensorMut],
+    entries: Iterable[NamedTensor | NamedTensorMut],  # in any order; the file has its own
 ) -> None:
     "Write entries as one safetensors file; nothing is written if one of them is wrong."
     checked: dict[str, Checked] = {}
@@ -140,8 +149,8 @@ def save_state_dict(
 # %% ../nbs/08_state_dict.ipynb #14ba991b
 class Alias(NamedTuple):
     "A new name for a tensor of the file."
-    old: str
-    new: str
+    old: str  # in the file
+    new: str  # in the model
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -208,8 +217,8 @@ def _fill(found: list[Filled]) -> None:
 @no_collection()
 def load_state_dict(
     reader: Any,  # a binary stream, left right behind the file; or a `File`, or `Sharded`
-    entries: Iterable[NamedTensorMut],
-    options: LoadOptions = LoadOptions(),
+    entries: Iterable[NamedTensorMut],  # in any order
+    options: LoadOptions = LoadOptions(),  # how names are matched
     *,
     strict: bool | None = None,  # None: as in options
     aliases: Any = None,  # {old: new} or pairs; None: as in options

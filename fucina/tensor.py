@@ -118,7 +118,8 @@ def variable(
 def constant(
     data: Any,  # numbers: nested lists, an array or a tensor
     tags: Any,  # 'batch in', ('batch', 'in') or a number of axes
-    *, dtype: str | None = None,  # None: floats are f32 (float16 arrays f16), integers i64
+    *,
+    dtype: str | None = None,  # None: floats are f32 (float16 arrays f16), integers i64
     shape: Sequence[int] | None = None,  # for flat data
     copy: bool = True,  # False: borrow a C-contiguous array of a matching dtype
 ) -> Tensor:
@@ -190,7 +191,8 @@ def full(
     value: float,  # of every element
     tags: Any,  # one for each axis
     dtype: str = 'f32',  # f32, f16, bf16 or i64
-    *, requires_grad: bool = False,  # a variable instead of a constant
+    *,
+    requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "One value everywhere."
     sizes, names, dtype = _blank(shape, tags, dtype)
@@ -203,7 +205,8 @@ def zeros(
     shape: Sequence[int] | int,  # sizes; a number for one axis
     tags: Any,  # one for each axis
     dtype: str = 'f32',  # f32, f16, bf16 or i64
-    *, requires_grad: bool = False,  # a variable instead of a constant
+    *,
+    requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Zeros."
     return full(shape, 0, tags, dtype, requires_grad=requires_grad)
@@ -213,7 +216,8 @@ def ones(
     shape: Sequence[int] | int,  # sizes; a number for one axis
     tags: Any,  # one for each axis
     dtype: str = 'f32',  # f32, f16, bf16 or i64
-    *, requires_grad: bool = False,  # a variable instead of a constant
+    *,
+    requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Ones."
     return full(shape, 1, tags, dtype, requires_grad=requires_grad)
@@ -246,7 +250,8 @@ def uniform(
     seed: int,  # stream of the noise
     lo: float = 0.0,  # smallest value
     hi: float = 1.0,  # all values lie below it
-    *, requires_grad: bool = False,  # a variable instead of a constant
+    *,
+    requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Uniform noise in [lo, hi)."
     return _drawn(lambda a: rng.uniform_fill(seed, a, lo, hi), shape, tags, requires_grad)
@@ -256,7 +261,8 @@ def rand(
     shape: Sequence[int] | int,  # sizes; a number for one axis
     tags: Any,  # one for each axis
     seed: int,  # stream of the noise
-    *, requires_grad: bool = False,  # a variable instead of a constant
+    *,
+    requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Uniform noise in [0, 1)."
     return uniform(shape, tags, seed, requires_grad=requires_grad)
@@ -268,7 +274,8 @@ def normal(
     seed: int,  # stream of the noise
     mean: float = 0.0,  # centre of the bell
     std: float = 1.0,  # its width, the standard deviation
-    *, requires_grad: bool = False,  # a variable instead of a constant
+    *,
+    requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Normal noise around `mean`."
     return _drawn(lambda a: rng.normal_fill(seed, a, mean, std), shape, tags, requires_grad)
@@ -278,7 +285,8 @@ def randn(
     shape: Sequence[int] | int,  # sizes; a number for one axis
     tags: Any,  # one for each axis
     seed: int,  # stream of the noise
-    *, requires_grad: bool = False,  # a variable instead of a constant
+    *,
+    requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Standard normal noise."
     return normal(shape, tags, seed, requires_grad=requires_grad)
@@ -288,7 +296,8 @@ def kaiming_uniform(
     shape: Sequence[int] | int,  # sizes; a number for one axis
     tags: Any,  # one for each axis
     seed: int,  # stream of the noise
-    *, fan_in: int | None = None,  # None: the size of the last axis
+    *,
+    fan_in: int | None = None,  # None: the size of the last axis
     requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Uniform noise within ±1/√fan_in (He et al. 2015, with a = √5)."
@@ -302,7 +311,8 @@ def xavier_uniform(
     shape: Sequence[int] | int,  # fan_out and fan_in
     tags: Any,  # one for each axis
     seed: int,  # stream of the noise
-    *, requires_grad: bool = False,  # a variable instead of a constant
+    *,
+    requires_grad: bool = False,  # a variable instead of a constant
 ) -> Tensor:
     "Uniform noise within ±√(6 / (fan_in + fan_out)), of a matrix (Glorot & Bengio 2010)."
     sizes, _, _ = _blank(shape, tags)

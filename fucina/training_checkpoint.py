@@ -36,33 +36,33 @@ from .errors import TrainerStateError  # noqa: F401  `except TrainerStateError`
 @dataclass(frozen=True)
 class RunState:
     "Where a run stands; what is None is not written."
-    version: int = 1
-    step: int = 0
-    seed: int = 0
-    lora_rank: int | None = None
-    lora_alpha: float | None = None
-    lora_dropout_p: float | None = None
-    learning_rate: float | None = None
+    version: int = 1  # of the file's format
+    step: int = 0  # steps that are done
+    seed: int = 0  # of the run
+    lora_rank: int | None = None  # of the adapters
+    lora_alpha: float | None = None  # numerator of their scale
+    lora_dropout_p: float | None = None  # share of their inputs that is dropped
+    learning_rate: float | None = None  # in force at this step
     accum_steps: int | None = None  # backward passes in an optimizer step
     data_seed: int | None = None  # these three together: the place in the data
-    data_epoch: int | None = None
-    data_index: int | None = None
+    data_epoch: int | None = None  # passes through the data that are done
+    data_index: int | None = None  # position in the current pass
 
 # %% ../nbs/10_training_checkpoint.ipynb #40859071
 @dataclass(frozen=True)
 class TrainerState(RunState):
     "The same, with what evolution strategies add."
-    es_sigma: float | None = None
-    es_alpha: float | None = None
-    es_population: int | None = None
+    es_sigma: float | None = None  # size of the noise
+    es_alpha: float | None = None  # step size
+    es_population: int | None = None  # members of an iteration
     es_noise: int | None = None  # 0 iid, 1 correlated
     es_antithetic: int | None = None  # 0 independent, 1 mirrored
     es_anchor_decay: int | None = None  # 0 none, 1 l1, 2 l2
-    es_anchor_lambda: float | None = None
-    es_ternary_flip_rate: float | None = None
-    es_ternary_update_fraction: float | None = None
-    es_ternary_update_decay: float | None = None
-    es_iteration: int | None = None
+    es_anchor_lambda: float | None = None  # strength of the pull to the anchor
+    es_ternary_flip_rate: float | None = None  # share of the trits a member flips
+    es_ternary_update_fraction: float | None = None  # share of the trits an update moves
+    es_ternary_update_decay: float | None = None  # how fast that share shrinks
+    es_iteration: int | None = None  # iterations that are done
 
 # %% ../nbs/10_training_checkpoint.ipynb #4f6ba8d5
 FORMAT = 'fucina.training_checkpoint'
@@ -93,7 +93,9 @@ def _integer(name: str, value: Any) -> str:
     return str(n)
 
 # %% ../nbs/10_training_checkpoint.ipynb #945ca6e2
-def format_trainer_state(state: TrainerState) -> bytes:
+def format_trainer_state(
+    state: TrainerState,  # what is None is left out
+) -> bytes:
     "The text of a state; InvalidTrainerStateError if it could not be read back."
     lines = [f'  "format": "{FORMAT}"']
     for f in fields(state):
@@ -147,7 +149,10 @@ TRAINER_STATE_FILE = 'trainer_state.json'
 
 Folder = str | os.PathLike[str]
 
-def path_join(dir_path: Folder, leaf: str) -> str:
+def path_join(
+    dir_path: Folder,  # of the directory
+    leaf: str,  # name of the file
+) -> str:
     "The path of a file in a directory."
     return os.path.join(os.fsdecode(dir_path), leaf)
 
@@ -165,8 +170,8 @@ def begin_save(
 write_file_atomic = write_atomic
 
 def save_trainer_state(
-    dir_path: Folder,
-    state: TrainerState,
+    dir_path: Folder,  # of the checkpoint
+    state: TrainerState,  # where the run stands
     *,
     durable: bool = True,  # wait for the disk
 ) -> None:
@@ -175,7 +180,9 @@ def save_trainer_state(
     write_file_atomic(path_join(dir_path, TRAINER_STATE_FILE), lambda f: f.write(text),
                       durable=durable)
 
-def load_trainer_state(dir_path: Folder) -> TrainerState:
+def load_trainer_state(
+    dir_path: Folder,  # of the checkpoint
+) -> TrainerState:
     "The state of a checkpoint; FileNotFoundError if there is no committed one."
     path = path_join(dir_path, TRAINER_STATE_FILE)
     try:
@@ -200,10 +207,10 @@ class _Wall:
 
 # %% ../nbs/10_training_checkpoint.ipynb #2cab17e1
 def save_checkpoint(
-    dir_path: Folder,
+    dir_path: Folder,  # made if it is not there
     model: Any,  # an object that holds tensors, or a registry
     optimizer: Any,  # has save_state(writer); None if the run has none
-    state: TrainerState,
+    state: TrainerState,  # where the run stands
     *,
     tensor_file: str = MODEL_STATE_FILE,  # or ADAPTERS_STATE_FILE
     durable: bool = True,  # wait for the disk
@@ -234,7 +241,7 @@ def _staged(optimizer: Any, path: str) -> Callable[[], Any]:
 
 # %% ../nbs/10_training_checkpoint.ipynb #940a25dd
 def load_checkpoint(
-    dir_path: Folder,
+    dir_path: Folder,  # of the checkpoint
     model: Any,  # an object that holds tensors, or a registry
     optimizer: Any = None,  # has load_state(reader); None to read the tensors only
     *,
