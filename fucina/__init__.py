@@ -2,7 +2,8 @@
 
 __version__ = "0.1.0"
 
-from . import data, errors, es, lora, nn, optim, rng, safetensors, state_dict, training_checkpoint
+from . import (data, errors, es, lora, nn, optim, plot, rng, safetensors, state_dict,
+               training_checkpoint)
 from .autograd import is_grad_enabled, no_grad
 from .data import Batches
 from .environment import config, warmup
@@ -19,7 +20,7 @@ from .transforms import GradcheckResult, checkpoint, custom_vjp, gradcheck
 
 # The error classes are reachable as `fucina.TagError` too; they are listed in `fucina.errors`.
 __all__ = [
-    'data', 'errors', 'es', 'lora', 'nn', 'optim', 'rng', 'safetensors', 'state_dict',
+    'data', 'errors', 'es', 'lora', 'nn', 'optim', 'plot', 'rng', 'safetensors', 'state_dict',
     'training_checkpoint',
     'Tensor', 'variable', 'constant', 'from_numpy', 'from_bits', 'zeros', 'ones', 'full', 'empty',
     'scalar', 'uniform', 'rand', 'normal', 'randn', 'kaiming_uniform', 'xavier_uniform',

@@ -7,11 +7,11 @@ __all__ = ['load_digits', 'Task', 'make_task', 'Net', 'first_net', 'predict', 'a
            'draw_losses', 'draw_confusion', 'standing', 'save', 'place_in', 'go_on', 'flags', 'Result', 'finish',
            'learn', 'draw_result', 'main']
 
-# %% ../../nbs/20a_digits.ipynb #f7fade31
+# %% ../../nbs/20a_digits.ipynb #aa17f8e4
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,15 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from .program import (
-    Parser, add_checkpoint_flags, add_common_flags, count, folder_for, need, new_figure,
-    progress, table, verdict, whole)
+from fucina.apps.program import (
+    Parser, add_checkpoint_flags, add_common_flags, count, folder_for, progress, table,
+    verdict, whole)
 from ..autograd import no_grad
 from ..data import Batches, stratified_split
 from ..errors import CheckpointConfigMismatchError, InvalidAccumStepsError
 from ..exec import ExecContext, exec_scope
 from ..kernels import f32
 from ..optim import AdamW, LrSchedule, warmup_cosine_factor
+from ..plot import Curve, loss_curves, need, new_figure
 from ..rng import at
 from ..tensor import Tensor, constant, kaiming_uniform, zeros
 from ..training_checkpoint import (TrainerState, latest_committed, load_checkpoint,
@@ -86,7 +87,7 @@ def first_net(
 
 # %% ../../nbs/20a_digits.ipynb #a75884d7
 def predict(
-    net: Net,
+    net: Net,  # trained or not
     x: np.ndarray,  # (n, 64) float32
 ) -> np.ndarray:  # (n,) int64: the class with the largest logit
     "Read digits."
@@ -99,7 +100,7 @@ SMOOTHING = 0.1
 
 # %% ../../nbs/20a_digits.ipynb #07c0c88f
 def add_gradients(
-    net: Net,
+    net: Net,  # its gradients grow
     x: np.ndarray,  # (n, 64) float32
     y: np.ndarray,  # (n,) int64
     window: Sequence[np.ndarray],  # batches of positions
@@ -120,9 +121,9 @@ def add_gradients(
 class Run:
     "A run at some point between its first and its last step."
     net: Any  # a Net, or what is called like one
-    task: Task
-    batches: Batches
-    epochs: int
+    task: Task  # what is trained on
+    batches: Batches  # their order
+    epochs: int  # passes over the training part
     accum: int = 1  # batches in a window
     taken: int = 0  # batches so far
 
@@ -150,19 +151,23 @@ class Run:
         "Windows so far."
         return -(-self.taken // self.accum)
 
-    def schedule(self, window: int) -> None:
+    def schedule(self,
+        window: int,  # counted from 0
+    ) -> None:
         "Set the learning rate of a window, counted from 0."
         warmup = int(WARMUP * self.steps)
         self.sched.apply(warmup_cosine_factor(window, self.steps, warmup, LOWEST))
 
-    def rate(self, taken: int) -> float:
+    def rate(self,
+        taken: int,  # batches so far
+    ) -> float:
         "The learning rate of the last window of so many batches."
         self.schedule(max(-(-taken // self.accum) - 1, 0))
         return float(self.opt.lr)
 
 # %% ../../nbs/20a_digits.ipynb #a43c2990
 def train(
-    run: Run,
+    run: Run,  # goes on from where it stands
 ) -> Iterator[float]:  # the mean loss of each window, before its step
     "Train to the end, one step for each loss that is drawn."
     opt = run.opt
@@ -187,17 +192,16 @@ def confusion(
     np.add.at(counts, (labels, found), 1)
     return counts
 
-# %% ../../nbs/20a_digits.ipynb #123a7665
+# %% ../../nbs/20a_digits.ipynb #c48ab6a0
 def draw_losses(
     ax: Any,  # matplotlib axes
-    losses: Sequence[float],
+    losses: Curve | Mapping[str, Curve],  # of one run, or of several by name
 ):
     "The loss of each step, and where labels smoothed like ours put the floor."
     rest = SMOOTHING / 10
     top = 1 - SMOOTHING + rest
-    ax.plot(losses, lw=1)
+    loss_curves(losses, ax, log=False)
     ax.axhline(-top * np.log(top) - 9 * rest * np.log(rest), color='0.6', lw=1, ls=':')
-    ax.set(xlabel='step', ylabel='loss')
 
 # %% ../../nbs/20a_digits.ipynb #0b11b3c2
 def draw_confusion(
@@ -211,12 +215,19 @@ def draw_confusion(
     ax.set(xlabel='found', ylabel='label', xticks=range(10), yticks=range(10))
 
 # %% ../../nbs/20a_digits.ipynb #321b31c0
-def standing(run: Run, seed: int) -> dict[str, Any]:
+def standing(
+    run: Run,  # at any step
+    seed: int,  # of the run
+) -> dict[str, Any]:
     "Where a run stands, as the fields of a `TrainerState`."
     return dict(step=run.taken, seed=seed % 2**64, learning_rate=float(run.opt.lr),
                 accum_steps=run.accum if run.accum > 1 else None, **run.batches.state())
 
-def save(folder: Path, run: Run, seed: int) -> None:
+def save(
+    folder: Path,  # made if it is not there
+    run: Run,  # at the end of a window
+    seed: int,  # of the run
+) -> None:
     "Write a checkpoint; a run that is killed meanwhile still has the one before."
     save_checkpoint(folder, run.net, run.opt, TrainerState(**standing(run, seed)))
 
@@ -224,7 +235,7 @@ def save(folder: Path, run: Run, seed: int) -> None:
 def place_in(
     folder: Path,  # a checkpoint
     run: Run,  # that has not begun
-    seed: int,
+    seed: int,  # of the run
 ) -> tuple[int, Batches]:  # batches taken, and those to come
     "The place where a run was saved; its flags must have been the same."
     state, batches = load_trainer_state(folder), copy.copy(run.batches)
@@ -241,7 +252,11 @@ def place_in(
                 f'{folder}: {what} is {found} there and {wanted} in this run')
     return state.step, batches
 
-def go_on(folder: Path, run: Run, seed: int) -> None:
+def go_on(
+    folder: Path,  # a checkpoint
+    run: Run,  # that has not begun
+    seed: int,  # of the run
+) -> None:
     "Continue where a checkpoint was written."
     taken, batches = place_in(folder, run, seed)
     load_checkpoint(folder, run.net, run.opt)
@@ -270,14 +285,14 @@ def flags() -> Parser:
 class Result:
     "What came out of a run."
     losses: list[float]  # of the steps of this call
-    seconds: float
+    seconds: float  # of the training in this call
     seen: float  # accuracy on the training part, 0 to 1
     accuracy: float  # on the part held back, 0 to 1
     counts: np.ndarray  # (10, 10) confusion of the part held back
 
 # %% ../../nbs/20a_digits.ipynb #a1d8a5e0
 def finish(
-    run: Run,
+    run: Run,  # begun or not
     label: str,  # at the left of the line of progress
     keep: Callable[[str], None] | None = None,  # writes a checkpoint of this name, or of ''
     every: int | None = None,  # steps between checkpoints
@@ -297,7 +312,7 @@ def finish(
 # %% ../../nbs/20a_digits.ipynb #727e9791
 def learn(
     seed: int,  # of the split, the weights and the order
-    epochs: int = 40,
+    epochs: int = 40,  # passes over the training part
     batch: int = 128,  # examples
     accum: int = 1,  # batches in a window
     folder: Path | None = None,  # for checkpoints; None: none are written
@@ -320,7 +335,7 @@ def learn(
 # %% ../../nbs/20a_digits.ipynb #f9ed4ba0
 def draw_result(
     path: Path,  # picture to write
-    result: Result,
+    result: Result,  # of `learn`
 ):
     "Save the losses and the confusion matrix as one figure."
     fig = new_figure(9, 4)

@@ -6,7 +6,7 @@
 __all__ = ['TARGETS', 'RANK', 'DROPOUT', 'two_tasks', 'accuracy', 'Trained', 'AdapterRun', 'adapted', 'Way', 'follow',
            'agreement', 'save', 'go_on', 'flags', 'Result', 'learn', 'draw_result', 'show', 'main']
 
-# %% ../../nbs/20ab_digits_lora.ipynb #912f5133
+# %% ../../nbs/20ab_digits_lora.ipynb #a0294566
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -19,12 +19,13 @@ import numpy as np
 from .digits import (Net, Run, Task, draw_losses, finish, first_net, load_digits,
                                 make_task, place_in, predict, standing)
 from .program import (Parser, add_checkpoint_flags, add_common_flags, count,
-                                 folder_for, new_figure, table, verdict, whole)
+                                 folder_for, table, verdict, whole)
 from ..autograd import no_grad
 from ..data import Batches
 from ..errors import InvalidAccumStepsError, InvalidRankError
 from ..exec import ExecContext
 from ..lora.attach import Adapters, attach
+from ..plot import new_figure
 from ..rng import at
 from ..tensor import Tensor, constant
 from ..training_checkpoint import (ADAPTERS_STATE_FILE, latest_committed,
@@ -47,7 +48,10 @@ def two_tasks(
     return (part(task.y < 5, task.test_y < 5), part(task.y >= 5, task.test_y >= 5))
 
 # %% ../../nbs/20ab_digits_lora.ipynb #b0589a99
-def accuracy(net: Any, task: Task) -> float:
+def accuracy(
+    net: Any,  # called like a Net
+    task: Task,  # whose images are judged
+) -> float:
     "The share of the images held back that are read, with ten classes to choose from."
     return float(np.mean(predict(net, task.test_x) == task.test_y))
 
@@ -56,7 +60,10 @@ TARGETS, RANK, DROPOUT = ('w1', 'w2'), 4, 0.1
 
 class Trained:
     "A network in the training of its adapters."
-    def __init__(self, net: Net, adapters: Adapters):
+    def __init__(self,
+        net: Net,  # frozen
+        adapters: Adapters,  # of its weights
+    ):
         self.net, self.adapters = net, adapters
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -64,13 +71,15 @@ class Trained:
 
 class AdapterRun(Run):
     "A run that trains adapters only."
-    def register(self) -> None: self.net.adapters.register_params(self.opt)
+    def register(self) -> None:
+        "Tell the optimizer to train the adapters."
+        self.net.adapters.register_params(self.opt)
 
 def adapted(
     base: Net,  # copied
     seed: int,  # of first values and masks
-    rank: int = RANK,
-    targets: Sequence[str] = TARGETS,
+    rank: int = RANK,  # of the adapters
+    targets: Sequence[str] = TARGETS,  # names of the weights
 ) -> Trained:
     "A copy of a network, frozen, with new adapters."
     net = deepcopy(base)
@@ -81,20 +90,20 @@ def adapted(
 @dataclass
 class Way:
     "A network after one way to go on."
-    name: str
-    net: Any
+    name: str  # row of the table
+    net: Any  # at the end
     trained: int  # numbers that were trained
     new: float  # share of 5 to 9 that is read, of the part held back
     old: float  # the same of 0 to 4
-    seconds: float = 0.0
-    losses: Sequence[float] = ()
+    seconds: float = 0.0  # of the training
+    losses: Sequence[float] = ()  # of its steps
 
 def follow(
-    name: str,
+    name: str,  # row of the table
     run: Run,  # begun or not
-    old: Task,
+    old: Task,  # what the network knew before
     keep: Callable[[str], None] | None = None,  # as in `finish`
-    every: int | None = None,
+    every: int | None = None,  # steps between checkpoints
 ) -> Way:
     "Train to the end, and judge."
     start = time.perf_counter()
@@ -107,7 +116,7 @@ def follow(
 
 # %% ../../nbs/20ab_digits_lora.ipynb #f631d676
 def agreement(
-    trained: Trained,
+    trained: Trained,  # stays as it is
     x: np.ndarray,  # (n, 64) float32
 ) -> tuple[int, float]:  # images with the same answer, largest difference of a logit
     "Compare the network with a copy whose adapters are merged."
@@ -119,7 +128,11 @@ def agreement(
     return int(same.sum()), float(np.abs(far.numpy()).max())
 
 # %% ../../nbs/20ab_digits_lora.ipynb #51392665
-def save(folder: Path, run: Run, seed: int) -> None:
+def save(
+    folder: Path,  # made if it is not there
+    run: Run,  # at the end of a window
+    seed: int,  # of the run
+) -> None:
     "Write a checkpoint of the adapters."
     adapters = run.net.adapters
     save_checkpoint(folder, adapters, run.opt, adapters.state(**standing(run, seed)),
@@ -128,7 +141,7 @@ def save(folder: Path, run: Run, seed: int) -> None:
 def go_on(
     folder: Path,  # a checkpoint
     run: Run,  # that has not begun
-    seed: int,
+    seed: int,  # of the run
 ) -> None:
     "Continue where a checkpoint was written; the flags must be the same."
     taken, batches = place_in(folder, run, seed)
@@ -165,7 +178,7 @@ class Result:
 # %% ../../nbs/20ab_digits_lora.ipynb #7a588347
 def learn(
     seed: int,  # of everything
-    rank: int = RANK,
+    rank: int = RANK,  # of the adapters
     epochs: int = 40,  # of each run
     batch: int = 128,  # examples
     accum: int = 1,  # batches in a window
@@ -188,18 +201,15 @@ def learn(
     x = np.concatenate([old.test_x, new.test_x])
     return Result(ways, *agreement(lora.net, x), len(x))
 
-# %% ../../nbs/20ab_digits_lora.ipynb #a251668c
+# %% ../../nbs/20ab_digits_lora.ipynb #52fe4bed
 def draw_result(
     path: Path,  # picture to write
-    result: Result,
+    result: Result,  # of `learn`
 ):
     "Save the losses and the accuracies as one figure."
     fig = new_figure(9, 4)
     left, right = fig.subplots(1, 2)
-    for way in result.ways[1:]:
-        draw_losses(left, way.losses)
-        left.lines[-2].set_label(way.name)
-    left.legend()
+    draw_losses(left, {way.name: way.losses for way in result.ways[1:]})
     for k, (task, shares) in enumerate((('5 to 9', [w.new for w in result.ways]),
                                         ('0 to 4', [w.old for w in result.ways]))):
         bars = right.bar(np.arange(3) + 0.4 * k - 0.2, shares, 0.36, label=task)
@@ -213,7 +223,11 @@ def draw_result(
     fig.savefig(path)
 
 # %% ../../nbs/20ab_digits_lora.ipynb #63810dda
-def show(result: Result, rank: int, target: float) -> None:
+def show(
+    result: Result,  # of `learn`
+    rank: int,  # of the adapters
+    target: float,  # share of the new digits to be read
+) -> None:
     "Print the table."
     rows = [(w.name, f'{w.trained:,}', f'{w.seconds:.1f}', f'{w.new:.1%}', f'{w.old:.1%}',
              verdict(w.new, target) if w.name == 'adapters' else '') for w in result.ways]
