@@ -63,15 +63,15 @@ def _blas():
 @dataclass(frozen=True)
 class Config:
     "What computes here, line by line."
-    fucina: str
-    python: str
-    numpy: str
-    numba: str
-    system: str
-    processor: str
+    fucina: str  # version of the package
+    python: str  # version of Python
+    numpy: str  # version of NumPy
+    numba: str  # version of Numba
+    system: str  # operating system and machine
+    processor: str  # its name
     cores: int  # this process may use
     threads: int  # of our kernels, in this thread
-    blas: str
+    blas: str  # library of the matrix products
     blas_threads: int | None  # None: install threadpoolctl to see them
     gemm: str  # who multiplies matrices, in this thread: blas or pinned
     subnormals: str  # kept, or flushed to zero

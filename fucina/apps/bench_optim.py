@@ -90,7 +90,7 @@ SECTIONS = {
 LAYERS = 28  # blocks of the model
 
 def scaled(
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Sequence[tuple[int, ...]],  # of the weights
     scale: float,  # factor of every dimension
 ) -> list[tuple[int, ...]]:  # no dimension below 1
     "The shapes of a smaller or larger model."
@@ -104,7 +104,9 @@ class Row:
     traffic: int = 0  # bytes a step moves for each weight; 0: it does not wait for memory
     read: bool = False  # measure the norm of the gradient instead
 
-    def call(self, opt: Any) -> object:
+    def call(self,
+        opt: Any,  # of this row, with gradients
+    ) -> object:
         "What is timed."
         return opt.clip_grad_norm(math.inf) if self.read else opt.step()
 
@@ -124,7 +126,7 @@ ROWS = {
 
 # %% ../../nbs/20b_bench_optim.ipynb #1d69a04b
 def gradient(
-    shape: tuple[int, ...],
+    shape: tuple[int, ...],  # of the weight
 ) -> np.ndarray:  # a view of a few numbers
     "Noise in the shape of a weight."
     *rows, n = shape
@@ -135,7 +137,7 @@ def gradient(
 @dataclass
 class Timing:
     "What came out for a row."
-    name: str
+    name: str  # row of the table
     size: int  # weights
     seconds: float  # of a step
     idle: float | None  # of moving its bytes
@@ -144,7 +146,7 @@ WARM = 5  # steps before the first that counts
 
 def measure(
     name: str,  # row of the table
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Sequence[tuple[int, ...]],  # of the weights
     steps: int,  # that count
 ) -> Timing:
     "Time the steps of one optimizer."
@@ -167,7 +169,7 @@ def measure(
 
 # %% ../../nbs/20b_bench_optim.ipynb #2c044c74
 def lines(
-    found: Sequence[Timing],
+    found: Sequence[Timing],  # one for each row
     layers: int,  # 1: leave out the last column
 ) -> list[tuple[str, ...]]:  # with a header, for `table`
     "The measurements as text."
@@ -182,7 +184,7 @@ def lines(
     return rows
 
 def claim(
-    found: Sequence[Timing],
+    found: Sequence[Timing],  # with adamw and adamw-bf16-mv among them
 ) -> str:  # a sentence
     "Is narrower state faster?"
     wide, narrow = ([t for t in found if t.name == name][0]
@@ -192,7 +194,9 @@ def claim(
             f'and takes {narrow.seconds / wide.seconds:.0%} of the time')
 
 # %% ../../nbs/20b_bench_optim.ipynb #f20c5ef1
-def factor(text: str) -> float:  # above 0
+def factor(
+    text: str,  # a decimal fraction
+) -> float:  # above 0
     "A number to multiply by."
     try: x = float(text)
     except ValueError: x = math.nan

@@ -26,18 +26,19 @@ from ..training_checkpoint import (ADAPTERS_STATE_FILE, MODEL_STATE_FILE,
 @dataclass(frozen=True)
 class Table:
     "A title, rows of which the first has the names of the columns, and a last line."
-    title: str
-    rows: list[tuple[str, ...]]
-    total: str
+    title: str  # above the rows
+    rows: list[tuple[str, ...]]  # with a header
+    total: str  # below the rows
 
 @dataclass(frozen=True)
 class Report:
     "What a path holds; prints as tables."
-    tables: list[Table]
+    tables: list[Table]  # one for each part
 
     def text(self,
         most: int,  # rows of a table
     ) -> str:
+        "The tables as text."
         return '\n\n'.join(show_text(t.title, t.rows, t.total, most) for t in self.tables)
 
     def __repr__(self) -> str: return self.text(MOST)

@@ -43,19 +43,27 @@ class Weight:
     def __init__(self,
         name: str,  # of the field
         base: Any,  # the frozen weight: a constant or a packed matrix, two axes
-        adapter: Adapter,
+        adapter: Adapter,  # its correction
         mask: Callable[[], int | None],  # gives the seed for dropout, or None
     ):
         self.name, self.base, self.adapter, self._mask = name, base, adapter, mask
 
     @property
-    def tags(self) -> tuple[str, ...]: return self.base.tags
+    def tags(self) -> tuple[str, ...]:
+        "Names of the two axes."
+        return self.base.tags
     @property
-    def shape(self) -> tuple[int, ...]: return self.base.shape
+    def shape(self) -> tuple[int, ...]:
+        "Sizes of the two axes."
+        return self.base.shape
     @property
-    def dtype(self) -> str: return getattr(self.base, 'dtype', type(self.base).__name__)
+    def dtype(self) -> str:
+        "The one of the frozen weight."
+        return getattr(self.base, 'dtype', type(self.base).__name__)
     @property
-    def size(self) -> int: return self.shape[0] * self.shape[1]
+    def size(self) -> int:
+        "Number of elements."
+        return self.shape[0] * self.shape[1]
 
 # %% ../../nbs/12a_attach.ipynb #857cbaa8
 class Sum(Weight):
@@ -63,7 +71,9 @@ class Sum(Weight):
 
     __slots__ = ()
 
-    def to(self, dtype: str) -> Tensor:
+    def to(self,
+        dtype: str,  # f32, f16 or bf16
+    ) -> Tensor:
         "A constant of both together."
         if self._mask() is not None: raise LoraError(
             f'{shown(self.name)}: a micro-batch is under way, and no gradient would get '
@@ -101,8 +111,8 @@ class Adapted(Sum):
 # %% ../../nbs/12a_attach.ipynb #721b955b
 class Place(NamedTuple):
     "Where an object keeps something."
-    owner: Any
-    key: Any
+    owner: Any  # an object, a list or a dictionary
+    key: Any  # name or index
     item: bool  # owner[key], or else the attribute of this name
 
     def get(self) -> Any:
@@ -110,7 +120,9 @@ class Place(NamedTuple):
         try: return self.owner[self.key] if self.item else getattr(self.owner, self.key)
         except (LookupError, AttributeError): return None
 
-    def put(self, value: Any) -> None:
+    def put(self,
+        value: Any,  # what takes its place
+    ) -> None:
         "Put something else there, if the owner allows it."
         if self.item: self.owner[self.key] = value
         else: setattr(self.owner, self.key, value)
@@ -137,9 +149,9 @@ def _placed(obj: Any) -> Iterator[tuple[str | None, Any, Place]]:
 # %% ../../nbs/12a_attach.ipynb #8121f531
 class Field(NamedTuple):
     "A weight, its name and its place."
-    name: str
-    weight: Any
-    place: Place
+    name: str  # path of the weight
+    weight: Any  # a tensor or a packed matrix
+    place: Place  # where it is kept
 
     def __str__(self) -> str: return shown(self.name)
 
@@ -225,12 +237,17 @@ DROPOUT = 0x64726F7064726F70  # keeps the stream of masks apart from that of fir
 class Masks:
     "Whether dropout is on, and by which seeds."
 
-    def __init__(self, seed: int, count: int):
+    def __init__(self,
+        seed: int,  # of the run
+        count: int,  # how many targets share a step
+    ):
         self.seed, self.count = index(seed) & MASK, count
         self.step = 0  # micro-batches so far
         self.thread: int | None = None  # which has one under way
 
-    def of(self, k: int) -> int | None:
+    def of(self,
+        k: int,  # number of the target
+    ) -> int | None:
         "The seed for a target; None for evaluation."
         if self.thread != get_ident(): return None
         return at(self.seed ^ DROPOUT, self.step * self.count + k)
@@ -241,7 +258,10 @@ class Masks:
 class AdapterMap(Mapping[str, Adapter]):
     "Adapters by the names of their fields."
 
-    def __init__(self, adapters: dict[str, Adapter], masks: Masks):
+    def __init__(self,
+        adapters: dict[str, Adapter],  # by the names of their fields
+        masks: Masks,  # their dropout
+    ):
         self._adapters, self._masks = adapters, masks
         one = next(iter(adapters.values()))
         self.rank, self.alpha, self.dropout_p = one.rank, one.alpha, one.dropout_p
@@ -311,8 +331,12 @@ def _check_merge(f: Field) -> None:
 class Placed(AdapterParams):
     "Adapters and where they are."
 
-    def __init__(self, targets: list[tuple[Field, Adapted]], masks: Masks,
-                 changes: list[Change], frozen: int):
+    def __init__(self,
+        targets: list[tuple[Field, Adapted]],  # fields, and what stands in them
+        masks: Masks,  # their dropout
+        changes: list[Change],  # what `attach` put elsewhere
+        frozen: int,  # numbers of the model that do not train
+    ):
         super().__init__({w.name: w.adapter for _, w in targets}, masks)
         self._targets, self._changes, self._frozen = targets, changes, frozen
 
@@ -386,16 +410,24 @@ CHECKED = 'lora_rank', 'lora_alpha', 'lora_dropout_p', 'seed'
 class Stored(Described):
     "Adapters and their files."
 
-    def save(self, path: Folder) -> None:
+    def save(self,
+        path: Folder,  # of the file; parents are made
+    ) -> None:
         "Write A and B of every adapter as one file."
         save(path, self)
 
-    def load(self, path: Folder, *, aliases: Any = ()) -> None:
+    def load(self,
+        path: Folder,  # of the file
+        *,
+        aliases: Any = (),  # {old: new} or pairs
+    ) -> None:
         "Read all of them, or after an error none."
         self._check_present()
         load(path, self, aliases=aliases)
 
-    def check_state(self, state: TrainerState) -> None:
+    def check_state(self,
+        state: TrainerState,  # of the run to be resumed
+    ) -> None:
         "CheckpointConfigMismatchError if a run with this state had other adapters."
         own = self.state()
         for name in CHECKED:

@@ -317,7 +317,10 @@ def _check_pair(name: str, halves: dict[str, TensorInfo], rank: int) -> None:
 class PeftAdapters(dict[str, Adapter]):
     "Adapters by name, in the order of the layers."
 
-    def __init__(self, adapters: Mapping[str, Adapter], base_model: str | None):
+    def __init__(self,
+        adapters: Mapping[str, Adapter],  # by name, in the order of the layers
+        base_model: str | None,  # the adapted model, if the directory says
+    ):
         super().__init__(adapters)
         self.base_model = base_model  # the model that was adapted, if the directory says
 

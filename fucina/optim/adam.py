@@ -66,7 +66,11 @@ class AdamSlot(Slot):
 
     buffers: ClassVar[tuple[str, ...]] = ('m', 'v')
 
-    def __init__(self, param: Param, m: np.ndarray, v: np.ndarray):
+    def __init__(self,
+        param: Param,  # whose state it is
+        m: np.ndarray,  # average of the gradient, flat
+        v: np.ndarray,  # average of its square, flat
+    ):
         super().__init__(param)
         self.m, self.v = m, v
 

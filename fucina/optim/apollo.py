@@ -46,7 +46,7 @@ class ApolloConfig(Config):
     scale_type: ApolloScaleType | str = ApolloScaleType.channel  # what shares a factor
     correct_bias: bool = True  # Adam's correction for young averages
     scale_front: bool = False  # scale before growth is limited, not after
-    disable_norm_growth_limiter: bool = False
+    disable_norm_growth_limiter: bool = False  # True: an update may grow without limit
     seed: int = 0  # of the projections
     _limits: ClassVar = {'rank': (1, 2**63 - 1), 'update_proj_gap': (1, 2**64 - 1)}
 
@@ -65,7 +65,11 @@ STRIP = 256  # channels of a wide matrix that a thread takes at least
 class Projected(Slot):
     "A matrix and a random projection for its gradient."
 
-    def __init__(self, param: Param, rank: int, seed: int):
+    def __init__(self,
+        param: Param,  # a matrix
+        rank: int,  # length of a channel's sketch
+        seed: int,  # of the projections
+    ):
         super().__init__(param)
         self.rank, self.seed, self.tall = rank, seed, param.rows >= param.cols
         self._proj: Any = None
@@ -122,7 +126,9 @@ def _single(g, p, out):
 class Sketching(Projected):
     "How the gradient of a matrix is compressed."
 
-    def projection(self, gap: int) -> np.ndarray:
+    def projection(self,
+        gap: int,  # steps from one projection to the next
+    ) -> np.ndarray:
         "The projection for the next step."
         chunk, new = self.step // gap, self._proj is None
         if new: self.proj = np.empty(self.rank * min(self.param.rows, self.param.cols))
@@ -132,7 +138,11 @@ class Sketching(Projected):
             self.proj_chunk = chunk
         return self._proj
 
-    def sketch(self, out: np.ndarray, gap: int, mode: str) -> None:
+    def sketch(self,
+        out: np.ndarray,  # float32, overwritten
+        gap: int,  # steps from one projection to the next
+        mode: str,  # 'blas' or 'pinned'
+    ) -> None:
         "Compress the gradient to `out`: (rows, rank) if tall, else (rank, cols)."
         p, g = self.projection(gap).T, self.param.grad_state.grad
         g = g.reshape(self.param.rows, self.param.cols)
@@ -146,7 +156,12 @@ class ApolloSlot(Sketching):
 
     buffers: ClassVar[tuple[str, ...]] = ('m', 'v')
 
-    def __init__(self, param: Param, rank: int, seed: int, kind: ApolloScaleType):
+    def __init__(self,
+        param: Param,  # a matrix
+        rank: int,  # length of a channel's sketch
+        seed: int,  # of the projections
+        kind: ApolloScaleType,  # what shares a factor
+    ):
         super().__init__(param, rank, seed)
         channels = max(param.rows, param.cols)
         self.m, self.v = np.zeros(rank * channels, f32), np.zeros(rank * channels, f32)
@@ -420,7 +435,11 @@ class Enlisting(Routed):
     config_type = ApolloConfig
     _paths = ('apollo', 'fallback')
 
-    def __init__(self, config: ApolloConfig | None = None, /, **fields: Any):
+    def __init__(self,
+        config: ApolloConfig | None = None,  # settings; None: the defaults
+        /,
+        **fields: Any,  # single settings instead, such as lr=0.1
+    ):
         super().__init__(config, **fields)
         self.slots, self.fallback_slots = Matrices(), Slots()
 

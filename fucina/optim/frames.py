@@ -43,15 +43,25 @@ class Source:
         self.count += n
         return data
 
-    def array(self, code: str, n: int, what: str) -> np.ndarray:
+    def array(self,
+        code: str,  # type of a number, as NumPy spells it
+        n: int,  # how many
+        what: str,  # for the message of EndOfStreamError
+    ) -> np.ndarray:
         "`n` numbers, `code` as NumPy spells it."
         return np.frombuffer(self.take(n * np.dtype(code).itemsize, what), code)
 
-    def number(self, code: str, what: str) -> Any:
+    def number(self,
+        code: str,  # its type, as NumPy spells it
+        what: str,  # for the message of EndOfStreamError
+    ) -> Any:
         "One number as a NumPy scalar."
         return self.array(code, 1, what)[0]
 
-    def skip(self, n: int, what: str) -> None:
+    def skip(self,
+        n: int,  # bytes
+        what: str,  # for the message of EndOfStreamError
+    ) -> None:
         "Read `n` bytes and forget them."
         for start in range(0, n, 2**20): self.take(min(n - start, 2**20), what)
 
@@ -75,7 +85,7 @@ def write(
 # %% ../../nbs/11aa_frames.ipynb #a588e0b3
 def packed(
     code: str,  # as NumPy spells it
-    value: Any,
+    value: Any,  # a number
 ) -> bytes:
     "One number as bytes."
     return np.array(value, code).tobytes()
@@ -141,7 +151,7 @@ def _as_many(settings, rows, cols): return rows * cols
 @dataclass(frozen=True)
 class Records:
     "How the slots of one list are written."
-    buffers: tuple[str, ...]
+    buffers: tuple[str, ...]  # names of the arrays
     numbers: tuple[tuple[str, str], ...] = (('step', '<u8'),)  # attributes and types
     tagged: bool = True  # versions 4 and 5 say the dtype of each buffer
     elements: Callable[[dict[str, Any], int, int], int] = _as_many  # in a buffer
@@ -149,9 +159,9 @@ class Records:
 @dataclass(frozen=True)
 class Layout:
     "How one kind of optimizer is written."
-    kind: str
+    kind: str  # name of the optimizer
     magics: tuple[bytes, ...]  # of versions 3, 4 and 5; b'' where there is none
-    lists: tuple[Records, ...]
+    lists: tuple[Records, ...]  # how the slots of each list are written
     settings: tuple[tuple[str, str], ...] = ()  # fields of the record, and their types
     paths: tuple[str, ...] = ('',)  # names of the lists
     fallback: bool = False  # the frame of another optimizer follows
@@ -165,7 +175,9 @@ def _register(layout):
 # %% ../../nbs/11aa_frames.ipynb #b53e519d
 def _labels(slots): return [slots.label(i) for i in range(len(slots))]
 
-def checked_names(slots: Slots) -> list[bytes]:
+def checked_names(
+    slots: Slots,  # one list
+) -> list[bytes]:
     "The names in a list as UTF-8, or an error: empty, too long, with NUL, or twice."
     names, labels = [], _labels(slots)
     often = Counter(labels)
@@ -320,7 +332,7 @@ def _commit(slot: Slot, values: dict[str, Any], master: np.ndarray | None) -> No
         slot.param.grad_state.version += 1
 
 def in_turn(
-    commits: Iterable[Callable[[], None]],
+    commits: Iterable[Callable[[], None]],  # called in this order
 ) -> Callable[[], None]:
     "Several commits as one."
     commits = list(commits)
@@ -350,7 +362,9 @@ class Optimizer(Saving):
         "Read and check what `save_state` wrote, and change nothing yet."
         return self._stage(Source(reader))
 
-    def load_state(self, reader: Any) -> None:
+    def load_state(self,
+        reader: Any,  # has read(n); what follows the frame stays unread
+    ) -> None:
         "Remember what `save_state` wrote; after an error nothing has changed."
         self.stage_state(reader)()
 
@@ -359,7 +373,7 @@ class Optimizer(Saving):
 class SlotInfo:
     "What a stream says about one parameter."
     path: str  # name of its list
-    name: str
+    name: str  # of the parameter
     shape: tuple[int, ...]  # of the parameter, as a matrix except in FZT1
     numbers: dict[str, Any]  # such as the step counter
     state: tuple[str, ...]  # buffers with their dtypes
@@ -377,11 +391,11 @@ class SlotInfo:
 @dataclass(frozen=True)
 class FrameInfo:
     "What a stream says about one frame."
-    kind: str
-    magic: str
-    version: int | None
-    settings: dict[str, Any]
-    slots: tuple[SlotInfo, ...] = ()
+    kind: str  # name of the optimizer
+    magic: str  # first four bytes, which tell the format
+    version: int | None  # 3 to 5; None where there is one only
+    settings: dict[str, Any]  # saved ones, by name
+    slots: tuple[SlotInfo, ...] = ()  # in order
     members: tuple['FrameInfo', ...] = ()  # of a set; of Muon, its fallback
     size: int = field(default=0, compare=False)  # bytes
 
@@ -482,10 +496,16 @@ class Routed(Optimizer):
         if self._matrix(param): self.slots.append(self._slot(param))
         else: self._join_fallback(param)
 
-    def add_fallback_param(self, t: Named, name: str | None = None) -> None:
+    def add_fallback_param(self,
+        t: Named,  # a contiguous float variable
+        name: str | None = None,  # None: numbered
+    ) -> None:
         "`add_param` for what has the shape of a matrix and is none: embeddings, heads."
         self._join_fallback(self._admit(t, name))
 
-    def add_fallback_param_named(self, t: Named, name: str) -> None:
+    def add_fallback_param_named(self,
+        t: Named,  # a contiguous float variable
+        name: str,  # under which its state is saved
+    ) -> None:
         "`add_fallback_param`, with the name required."
         self.add_fallback_param(t, name)

@@ -23,16 +23,39 @@ from .param import Clipping
 class AnyOptimizer:
     "One optimizer of any kind, seen through the calls that all have."
 
-    def __init__(self, optimizer: Any): self.optimizer = optimizer
+    def __init__(self,
+        optimizer: Any,  # of any kind
+    ): self.optimizer = optimizer
 
-    def step(self) -> None: self.optimizer.step()
-    def zero_grad(self) -> None: self.optimizer.zero_grad()
-    def grad_squared_norm(self) -> np.float64: return self.optimizer.grad_squared_norm()
-    def scale_gradients(self, factor: float | np.floating) -> None:
+    def step(self) -> None:
+        "Move every parameter that has a gradient."
+        self.optimizer.step()
+    def zero_grad(self) -> None:
+        "Clear the gradients."
+        self.optimizer.zero_grad()
+    def grad_squared_norm(self) -> np.float64:
+        "Sum of the squares of all gradients, in float64."
+        return self.optimizer.grad_squared_norm()
+    def scale_gradients(self,
+        factor: float | np.floating,  # rounded to float32
+    ) -> None:
+        "Multiply every gradient."
         self.optimizer.scale_gradients(factor)
-    def save_state(self, writer: Any) -> None: self.optimizer.save_state(writer)
-    def load_state(self, reader: Any) -> None: self.optimizer.load_state(reader)
-    def stage_state(self, reader: Any) -> Any: return self.optimizer.stage_state(reader)
+    def save_state(self,
+        writer: Any,  # has write(bytes)
+    ) -> None:
+        "Write what the optimizer remembers."
+        self.optimizer.save_state(writer)
+    def load_state(self,
+        reader: Any,  # has read(n); what follows stays unread
+    ) -> None:
+        "Remember what `save_state` wrote; after an error nothing has changed."
+        self.optimizer.load_state(reader)
+    def stage_state(self,
+        reader: Any,  # has read(n); what follows stays unread
+    ) -> Any:
+        "Read and check a state; the result takes it over."
+        return self.optimizer.stage_state(reader)
 
 def any_optimizer(
     opt: Any,  # an optimizer
@@ -44,7 +67,9 @@ def any_optimizer(
 class Members(Clipping):
     "A list of optimizers without a parameter in common."
 
-    def __init__(self, members: Iterable[Any] = ()):
+    def __init__(self,
+        members: Iterable[Any] = (),  # optimizers that share no parameter
+    ):
         self.members: list[Optimizer] = []
         self._seen: set[Any] = set()
         for opt in members: self.add(opt)
@@ -96,7 +121,9 @@ class Together(Members):
         for opt in self.members: total = total + opt.grad_squared_norm()
         return total
 
-    def scale_gradients(self, factor: float | np.floating) -> None:
+    def scale_gradients(self,
+        factor: float | np.floating,  # rounded to float32
+    ) -> None:
         "Multiply every gradient of every member."
         for opt in self.members: opt.scale_gradients(factor)
 
@@ -131,7 +158,9 @@ class OptimizerSet(Together):
                 f'the stream has {stored} members, not {own}')
         return in_turn([opt._stage(source) for opt in self.members])
 
-    def load_state(self, reader: Any) -> None:
+    def load_state(self,
+        reader: Any,  # has read(n); what follows the last frame stays unread
+    ) -> None:
         "Load all members; after an error none has changed."
         self.stage_state(reader)()
 

@@ -35,7 +35,7 @@ class StateDType(IntEnum):
 
 def state(
     size: int,  # number of values
-    dtype: StateDType,
+    dtype: StateDType,  # how a value is stored
 ) -> np.ndarray:  # zeros: float32, or uint16 with the bits of bfloat16
     "Memory for one value per weight."
     return np.zeros(size, f32 if dtype == StateDType.f32 else np.uint16)
@@ -65,7 +65,10 @@ else:
 ldexp = np.ldexp if PLAIN else math.ldexp  # in Python math's can raise
 
 @inline
-def power(x, t):
+def power(
+    x,  # the base
+    t,  # the exponent
+):
     "x to the power of a whole number t >= 0, both float64: the same bits everywhere."
     if t == 0.0 or x == 1.0: return 1.0
     if x != x or t == 1.0: return x
@@ -115,7 +118,7 @@ def _flag(what, value):
 def coerced(
     what: str,  # name of the field, for the message
     kind: type,  # float, int, bool, an enum or a record of settings
-    value: Any,
+    value: Any,  # what was given
     limits: tuple[int, int] = (0, 2**64 - 1),  # of an int
 ) -> Any:  # np.float32, int, bool, a member of the enum or a copy of the record
     "A value as its field stores it, or an error that names the field."
@@ -238,7 +241,10 @@ class Joining(Parameters):
         "Train `t` from the next step on."
         self.slots.append(self._slot(self._admit(t, name)))
 
-    def add_param_named(self, t: Named, name: str) -> None:
+    def add_param_named(self,
+        t: Named,  # a contiguous float variable
+        name: str,  # under which its state is saved
+    ) -> None:
         "`add_param`, with the name required."
         self.add_param(t, name)
 

@@ -143,7 +143,7 @@ class MuonConfig(Config):
     nesterov: bool = True  # look one step ahead
     ns_steps: int = 5  # iterations towards the orthogonal matrix
     weight_decay: float = 0.0  # λ, shrinks the weights themselves
-    scale: MuonScale | str = MuonScale.spectral
+    scale: MuonScale | str = MuonScale.spectral  # how long a step is
     state_dtype: StateDType | str = StateDType.f32  # storage of m
     fallback: AdamWConfig = field(default_factory=_fallback)  # for what is no matrix
     _limits: ClassVar = {'ns_steps': (0, 2**32 - 1)}
@@ -155,7 +155,10 @@ class MuonSlot(Slot):
     buffers: ClassVar[tuple[str, ...]] = ('momentum',)
     counted: ClassVar[bool] = False
 
-    def __init__(self, param: Param, momentum: np.ndarray):
+    def __init__(self,
+        param: Param,  # whose state it is
+        momentum: np.ndarray,  # average of the gradient, flat
+    ):
         super().__init__(param)
         self.momentum = momentum
 
@@ -176,7 +179,9 @@ def batches(
 class Batch(Slots):
     "Matrices that are stepped together."
 
-    def __init__(self, slots: tuple[Slot, ...] = ()):
+    def __init__(self,
+        slots: tuple[Slot, ...] = (),  # matrices; together they fit into the scratch memory
+    ):
         super().__init__(slots)
         self._starts = np.cumsum([0, *(len(s.param) for s in slots)], dtype=i64)
         self._shapes = np.array([(s.param.rows, s.param.cols) for s in slots], f32)
@@ -188,7 +193,10 @@ class Batch(Slots):
             x = u[start:start + len(slot.param)].reshape(slot.param.rows, slot.param.cols)
             with exec_scope(): orthogonalise(x, steps)
 
-    def update(self, c: MuonConfig, u: np.ndarray) -> None:
+    def update(self,
+        c: MuonConfig,  # settings
+        u: np.ndarray,  # scratch memory, float32
+    ) -> None:
         "One step with every matrix that has a gradient; `u` is scratch memory."
         self.refresh()
         self.each(_average, *self._like, c.momentum, c.nesterov, u, self._starts)
@@ -204,7 +212,11 @@ class Sorting(Routed):
     config_type = MuonConfig
     _paths = 'muon', 'fallback'
 
-    def __init__(self, config: MuonConfig | None = None, /, **fields: Any):
+    def __init__(self,
+        config: MuonConfig | None = None,  # settings; None: the defaults
+        /,
+        **fields: Any,  # single settings instead, such as lr=0.1
+    ):
         super().__init__(config, **fields)
         self.fallback = AdamW(self.config.fallback)
         self._batches: list[Batch] = []

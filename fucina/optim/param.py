@@ -44,22 +44,31 @@ def _checked(t):
 class Param:
     "A trainable tensor as an optimizer sees it: memory, gradient, matrix shape."
 
-    def __init__(self, t: Named, name: str | None = None):
+    def __init__(self,
+        t: Named,  # a contiguous float variable; a typed error for anything else
+        name: str | None = None,  # None: numbered by the optimizer
+    ):
         self.tensor, self.name, self.master = _checked(t), name, np.empty(0, f32)
         shape = t.shape or (1,)
         self.rows, self.raw_rank = shape[0], len(shape)
         self.cols = int(np.prod(shape[1:]))
 
     @classmethod
-    def of(cls, t: Named) -> 'Param':
+    def of(cls,
+        t: Named,  # a contiguous float variable
+    ) -> 'Param':
         "The handle of a variable; a typed error for anything else."
         return cls(t)
 
     def __len__(self) -> int: return self.rows * self.cols
     @property
-    def value(self) -> np.ndarray: return self.tensor._data
+    def value(self) -> np.ndarray:
+        "The storage, 16-bit or float32."
+        return self.tensor._data
     @property
-    def grad_state(self) -> Any: return self.tensor._node
+    def grad_state(self) -> Any:
+        "Where the gradient arrives."
+        return self.tensor._node
 
     @property
     def data(self) -> np.ndarray:
@@ -91,7 +100,9 @@ class Slot:
     buffers: ClassVar[tuple[str, ...]] = ()  # names of the arrays
     counted: ClassVar[bool] = True  # False: a formula that does not ask for steps
 
-    def __init__(self, param: Param):
+    def __init__(self,
+        param: Param,  # whose state it is
+    ):
         self.param, self._step = param, np.zeros(1, u64)
         keep_master(param)
 
@@ -166,7 +177,9 @@ def _kind(slot): return [(a.dtype, a.size > 0) for a in slot.arrays()]
 class SlotList:
     "The registered parameters, in order."
 
-    def __init__(self, slots: tuple[Slot, ...] = ()):
+    def __init__(self,
+        slots: tuple[Slot, ...] = (),  # to begin with
+    ):
         self._slots: list[Any] = list(slots)
         self.leaves = {s.param.grad_state for s in slots}  # where their gradients arrive
         self._ready, self._rows = False, np.zeros((0, 3), i64)  # made when needed
@@ -177,12 +190,16 @@ class SlotList:
     def __deepcopy__(self, memo: dict[int, Any]) -> 'SlotList':
         return type(self)(deepcopy(tuple(self._slots), memo))
 
-    def label(self, i: int) -> str:
+    def label(self,
+        i: int,  # position of the slot
+    ) -> str:
         "The name of slot `i`, given or automatic."
         name = self._slots[i].param.name
         return f'param{i}' if name is None else name
 
-    def append(self, slot: Slot) -> None:
+    def append(self,
+        slot: Slot,  # of a new parameter
+    ) -> None:
         "Add a slot with the same kind of buffers as those before it."
         if self._slots and _kind(slot) != _kind(self._slots[0]):
             raise InvalidConfigError('the configuration now asks for another kind of state '
@@ -211,7 +228,9 @@ class Table(SlotList):
                                for data, *rest in self._arrays], i64)
         self._ready = True
 
-    def refresh(self, writable: bool = False) -> None:
+    def refresh(self,
+        writable: bool = False,  # the gradients are about to be changed
+    ) -> None:
         "Look up all gradients; `writable` ones are shown by no snapshot."
         if not self._ready: self._build()
         found = []
@@ -227,7 +246,9 @@ class Table(SlotList):
 
 # %% ../../nbs/11_param.ipynb #2ee52f27
 @inline
-def tick(rows):
+def tick(
+    rows,  # the table, a row for each slot
+):
     "Count a step for every slot that has a gradient."
     for i in range(rows.shape[0]):
         row = rows[i]
@@ -274,7 +295,7 @@ class Loops(Table):
 
     def each(self,
         loop: Callable[..., Any],  # rows, pieces, *args, first, end
-        *args: Any,
+        *args: Any,  # passed on to the loop
         light: bool = False,  # it does next to nothing with an element
     ) -> None:
         "Call a loop over the memory; `refresh` comes before."
@@ -294,7 +315,7 @@ class Steps(Loops):
 
     def run(self,
         loop: Callable[..., Any],  # rows, pieces, zero per buffer, *args, first, end, last
-        *args: Any,
+        *args: Any,  # passed on to the loop
         light: bool = False,  # it does next to nothing with an element
     ) -> None:
         "One step with every parameter that has a gradient; `refresh` comes before."
@@ -315,7 +336,9 @@ class Slots(Steps):
         return self._each(lambda *part: _squares(self._rows, self._pieces, self._sums,
                                                  np.empty(16), total, *part), light=True)
 
-    def scale(self, factor: np.float32) -> None:
+    def scale(self,
+        factor: np.float32,  # for all of them
+    ) -> None:
         "Multiply all gradients in place."
         self.refresh(writable=True)
         self.each(_scale, factor, light=True)
@@ -351,7 +374,9 @@ class Clipping:
         "Sum of the squares of all gradients, in float64 and in a fixed order."
         raise NotImplementedError
 
-    def scale_gradients(self, factor: float | np.floating) -> None:
+    def scale_gradients(self,
+        factor: float | np.floating,  # rounded to float32
+    ) -> None:
         "Multiply every gradient by `factor`, rounded to float32."
         raise NotImplementedError
 

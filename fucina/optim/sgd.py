@@ -34,7 +34,10 @@ class SgdSlot(Slot):
 
     buffers: ClassVar[tuple[str, ...]] = ('buf',)
 
-    def __init__(self, param: Param, buf: np.ndarray):
+    def __init__(self,
+        param: Param,  # whose state it is
+        buf: np.ndarray,  # flat, or empty without momentum
+    ):
         super().__init__(param)
         self.buf = buf  # flat, or empty without momentum
 
@@ -78,7 +81,11 @@ class SGD(Optimizer):
     config_type = SgdConfig
     layout = LAYOUT
 
-    def __init__(self, config: SgdConfig | None = None, /, **fields: Any):
+    def __init__(self,
+        config: SgdConfig | None = None,  # settings; None: the defaults
+        /,
+        **fields: Any,  # single settings instead, such as lr=0.1
+    ):
         super().__init__(config, **fields)
         c = self.config
         if c.nesterov and (c.momentum == 0 or c.dampening != 0):
