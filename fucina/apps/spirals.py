@@ -86,8 +86,8 @@ class Trainer:
     max_norm: float = math.inf  # longest gradient
 
 def train(
-    net: Net,
-    trainer: Trainer,
+    net: Net,  # its weights change
+    trainer: Trainer,  # what changes them
     points: np.ndarray,  # (n, 2)
     labels: np.ndarray,  # (n,)
     steps: int,  # each over all points
@@ -107,7 +107,9 @@ def train(
         yield value
 
 # %% ../../nbs/20_spirals.ipynb #36330e63
-def simple(opt: Any) -> Callable[[Net, int], Trainer]:
+def simple(
+    opt: Any,  # without parameters; each run gets a copy
+) -> Callable[[Net, int], Trainer]:
     "How one optimizer trains a network."
     def attach(net, steps):
         own = copy.deepcopy(opt)
@@ -119,7 +121,7 @@ def simple(opt: Any) -> Callable[[Net, int], Trainer]:
 
 # %% ../../nbs/20_spirals.ipynb #7b83736e
 def groups(
-    net: Net,
+    net: Net,  # to be trained
     steps: int,  # of the whole run; the cosine ends there
 ) -> Trainer:
     "Two groups of AdamW under a schedule, clipped together."
@@ -136,7 +138,7 @@ def groups(
 class Run:
     "A row of the table of runs."
     make: Callable[[Net, int], Trainer]  # for a network and a number of steps
-    steps: int
+    steps: int  # of the whole run
 
 # %% ../../nbs/20_spirals.ipynb #64929474
 MINI = ApolloConfig.mini(lr=0.005, update_proj_gap=100)
@@ -175,22 +177,35 @@ def begin(
     return net, trainer, state.step
 
 # %% ../../nbs/20_spirals.ipynb #68f96bf2
-def rate(trainer: Trainer) -> float:
+def rate(
+    trainer: Trainer,  # at any step
+) -> float:
     "The learning rate in effect."
     return float(getattr(trainer.opt, 'members', [trainer.opt])[0].lr)
 
-def save(folder: Path, net: Net, trainer: Trainer, step: int, seed: int) -> None:
+def save(
+    folder: Path,  # made if it is not there
+    net: Net,  # as it is
+    trainer: Trainer,  # as it is
+    step: int,  # steps that are done
+    seed: int,  # of the run
+) -> None:
     "Write a checkpoint."
     state = TrainerState(step=step, seed=seed % 2**64, learning_rate=rate(trainer))
     save_checkpoint(folder, net, trainer.opt, state)
 
-def bits(net: Net, trainer: Trainer) -> list[bytes]:
+def bits(
+    net: Net,  # trained or not
+    trainer: Trainer,  # of this network
+) -> list[bytes]:
     "All that a run has changed."
     state = io.BytesIO()
     trainer.opt.save_state(state)
     return [*(t.numpy().tobytes() for t in vars(net).values()), state.getvalue()]
 
-def twin(net: Net) -> Net:
+def twin(
+    net: Net,  # gives the shapes
+) -> Net:
     "The same network made of constants, all zero: it can look, but not learn."
     return Net(**{name: zeros(t.shape, t.tags) for name, t in vars(net).items()})
 
@@ -198,9 +213,9 @@ def twin(net: Net) -> Net:
 @dataclass
 class Result:
     "What came out of a run."
-    name: str
-    net: Net
-    losses: list[float]
+    name: str  # row of the table of runs
+    net: Net  # at the end
+    losses: list[float]  # one for each step
     seconds: float  # without the second half that was run again
     accuracy: float  # on all points, 0 to 1
     middle: int | None  # step from which the run was repeated, with the same bits
@@ -212,7 +227,9 @@ class Saves:
     every: int | None = None  # steps between checkpoints
     resume: Path | None = None  # root of an earlier call
 
-    def start(self, name: str) -> Path | None:
+    def start(self,
+        name: str,  # of the run
+    ) -> Path | None:
         "The checkpoint that a run goes on from."
         return None if self.resume is None else latest_committed(self.resume / name)
 
@@ -222,7 +239,7 @@ def learn(
     points: np.ndarray,  # (n, 2)
     labels: np.ndarray,  # (n,)
     seed: int,  # of the weights
-    saves: Saves,
+    saves: Saves,  # where checkpoints go
     steps: int | None = None,  # None: as many as the row says
 ) -> Result:
     "One run with checkpoints, its second half once more, and a line of progress."
@@ -252,7 +269,7 @@ def learn(
 # %% ../../nbs/20_spirals.ipynb #cf1905b0
 def draw_results(
     path: Path,  # picture to write
-    results: Sequence[Result],
+    results: Sequence[Result],  # a plane for each
     points: np.ndarray,  # (n, 2)
     labels: np.ndarray,  # (n,)
 ):
