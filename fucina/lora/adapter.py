@@ -62,8 +62,8 @@ class Factors:
     def __init__(self,
         in_tag: str,  # the axis that the weight sums over
         out_tag: str,  # the axis that the weight makes
-        in_dim: int,
-        out_dim: int,
+        in_dim: int,  # size of the input
+        out_dim: int,  # size of the output
         *,
         rank: int,  # 1 to min(in_dim, out_dim)
         alpha: float,  # any number; the correction is scaled by alpha / rank
@@ -142,9 +142,9 @@ class Forward(Checked):
         return _marked(self._chain(x, dropout_seed), 'adapter.delta')
 
     def apply(self,
-        x: Tensor,
+        x: Tensor,  # input of the weight
         base: Tensor,  # what the frozen weight makes of x; f32
-        dropout_seed: int | None = None,
+        dropout_seed: int | None = None,  # as in `delta`
     ) -> Tensor:  # base + delta
         "The corrected output."
         self._check_input(x)
@@ -205,11 +205,15 @@ class Merging16(Merging):
         self._add_to(values)
         return Tensor._make(narrow(values, dtype), w.tags, dtype)
 
-    def merge_f16(self, w: Tensor) -> Tensor:
+    def merge_f16(self,
+        w: Tensor,  # constant of shape (out, in), which stays as it is
+    ) -> Tensor:
         "An f16 weight with the adapter added, as a new constant."
         return self._merged(w, 'f16')
 
-    def merge_bf16(self, w: Tensor) -> Tensor:
+    def merge_bf16(self,
+        w: Tensor,  # constant of shape (out, in), which stays as it is
+    ) -> Tensor:
         "A bf16 weight with the adapter added, as a new constant."
         return self._merged(w, 'bf16')
 
@@ -226,11 +230,15 @@ class Entries(Merging16):
         yield 'lora_a', self.a
         yield 'lora_b', self.b
 
-    def named_tensors(self, prefix: str) -> tuple[NamedTensor, ...]:
+    def named_tensors(self,
+        prefix: str,  # name of the weight
+    ) -> tuple[NamedTensor, ...]:
         "The entries of A and B, to be saved."
         return tuple([NamedTensor.of(name, t) for name, t in self._entries(prefix)])
 
-    def named_tensors_mut(self, prefix: str) -> tuple[NamedTensorMut, ...]:
+    def named_tensors_mut(self,
+        prefix: str,  # name of the weight
+    ) -> tuple[NamedTensorMut, ...]:
         "The entries of A and B, to be loaded into."
         return tuple([NamedTensorMut.of(name, t) for name, t in self._entries(prefix)])
 
@@ -284,8 +292,14 @@ class Adapter(Parts):
     "A correction of low rank to a frozen weight (Hu et al. 2022)."
 
     @classmethod
-    def from_config(cls, in_tag: str, out_tag: str, in_dim: int, out_dim: int,
-                    config: Config, seed: int) -> 'Adapter':
+    def from_config(cls,
+        in_tag: str,  # the axis that the weight sums over
+        out_tag: str,  # the axis that the weight makes
+        in_dim: int,  # size of the input
+        out_dim: int,  # size of the output
+        config: Config,  # rank, alpha and dropout
+        seed: int,  # of A
+    ) -> 'Adapter':
         "An adapter with the settings of a record."
         return cls(in_tag, out_tag, in_dim, out_dim, rank=config.rank, alpha=config.alpha,
                    dropout_p=config.dropout_p, seed=seed)
