@@ -37,7 +37,7 @@ def settings_of(
 ) -> tuple[Any, ...]:  # numbers and names
     "What an update depends on, besides rewards and weights."
     values = [getattr(trainer.config, name) for name in NAMES]
-    return *[v.item() if isinstance(v, f32) else v.name if isinstance(v, IntEnum) else v
+    return *[v.item() if isinstance(v, np.floating) else v.name if isinstance(v, IntEnum) else v
              for v in values], trainer.nonfinite
 
 def adopt(trainer: Any, settings: tuple[Any, ...]) -> None:
@@ -100,7 +100,7 @@ def values_of(trainer: Any) -> list[np.ndarray]:
 def digest(trainer: Any) -> bytes:
     "Eight bytes that stand for all weights."
     h = blake2b(digest_size=8)
-    for a in values_of(trainer): h.update(np.ascontiguousarray(a).view(np.uint8))
+    for a in values_of(trainer): h.update(np.ascontiguousarray(a).view(np.uint8).data)
     return h.digest()
 
 class Snapshot(NamedTuple):
@@ -264,6 +264,9 @@ def evaluate_on_executor(
     check_every: int,  # iterations between two checks of the copies
 ) -> None:
     "Score all members wherever the executor likes; the first error is raised."
+    if not callable(build): raise TypeError(
+        'with an executor, the evaluator is a function that builds a trainer and its '
+        f'evaluator wherever it is called, got {type(build).__name__}')
     sender = Sender(executor, trainer, build, check_every)
     try:
         for members in portions(len(rewards), tasks):

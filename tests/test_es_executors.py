@@ -1,0 +1,336 @@
+"""Members scored by an executor: any pool, what travels, who comes late, who dies, who differs."""
+import multiprocessing
+import pickle
+import threading
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+
+from fucina.apps import es_spirals, es_ternary_spirals
+from fucina.es import executors
+from fucina.errors import (InvalidConfigError, NonFiniteRewardError, ReplicaDivergedError,
+                           ReplicaShapeMismatchError, RewardCountMismatchError)
+from fucina.es.trainer import Trainer
+from fucina.tensor import constant
+
+FLOATS = partial(es_spirals.first_search, sigma=0.1, alpha=0.1)
+TRITS = partial(es_ternary_spirals.first_search, sigma=0.05, alpha=0.075, ternary_flip_rate=0.002,
+                ternary_update_fraction=0.001)
+SPAWN = multiprocessing.get_context('spawn')
+
+
+def recipe(make, seed=42): return partial(es_spirals.replica_of, make, seed)
+
+
+def weights(trainer): return b''.join(a.tobytes() for a in executors.values_of(trainer))
+
+
+class Here(Executor):
+    "Carries out every order at once, in this thread, and weighs what would travel."
+
+    def __init__(self, workers=1):
+        self.shelves, self.next = [dict() for _ in range(workers)], 0
+        self.bytes, self.snapshots, self.orders = 0, 0, 0
+
+    def replace(self, worker): self.shelves[worker] = {}
+
+    def submit(self, f, order):
+        sent, done = pickle.dumps((f, order)), Future()
+        f, order = pickle.loads(sent)
+        worker, self.next = self.next, (self.next + 1) % len(self.shelves)
+        old, executors._copies.idle = executors._copies.idle, executors.OrderedDict(self.shelves[worker])
+        try: done.set_result(f(order))
+        except Exception as e: done.set_exception(e)
+        finally:
+            self.shelves[worker], executors._copies.idle = executors._copies.idle, old
+        self.orders += 1
+        if order.snapshot is None: self.bytes += len(sent)
+        else: self.snapshots += 1
+        if done.exception() is None: self.bytes += len(pickle.dumps(done.result()))
+        return done
+
+
+def run(search, build, iterations, executor, workers=3, **keywords):
+    for _ in range(iterations):
+        rewards = search.trainer.evaluate_members(build, workers=workers, executor=executor, **keywords)
+        search.trainer.update(rewards)
+    return weights(search.trainer)
+
+
+def alone(search, iterations):
+    for _ in search.run(search.trainer.iteration + iterations): pass
+    return weights(search.trainer)
+
+
+# --- the same bits
+
+@pytest.mark.parametrize('make', [FLOATS, TRITS], ids=['floats', 'trits'])
+@pytest.mark.parametrize('settings', [
+    {}, {'antithetic': True, 'reward_norm': 'centered_ranks'}, {'noise': 'correlated', 'cache_streams': True},
+    {'anchor_decay': 'l2', 'anchor_lambda': 1.0}, {'restore_mode': 'snapshot', 'ternary_update_decay': 0.5}])
+def test_threads_score_what_one_worker_scores(make, settings):
+    make = partial(make, population=6, **settings)
+    one, many = make(7), make(7)
+    if 'anchor_decay' in settings:
+        for s in (one, many): s.trainer.capture_anchor()
+    with ThreadPoolExecutor(3) as pool:
+        assert run(many, recipe(make, 7), 4, pool, check_every=1) == alone(one, 4)
+
+
+def test_processes_score_what_one_worker_scores():
+    make = partial(TRITS, population=6)
+    one, many = make(42), make(42)
+    with ProcessPoolExecutor(2, mp_context=SPAWN) as pool:
+        assert run(many, recipe(make), 3, pool, check_every=1) == alone(one, 3)
+
+
+class Narrow:
+    "A model of 16-bit tensors, and its evaluator."
+    def __init__(self):
+        self.trainer = Trainer(sigma=0.5, alpha=0.5, population=4)
+        self.replica = []
+        for dtype in ('f16', 'bf16', 'f32'):
+            t = constant(np.linspace(-1, 1, 7, dtype=np.float32), 'd').to(dtype)
+            self.trainer.add_param(t, dtype)
+            self.replica.append(np.empty_like(t.data_const()))
+
+    def eval_member(self, worker, member):
+        self.trainer.materialize_member(member, self.replica)
+        return -np.abs(self.replica[0].astype(np.float32) + self.replica[2]).sum()
+
+
+def build_narrow():
+    m = Narrow()
+    return m.trainer, m
+
+
+def test_sixteen_bit_tensors():
+    one, many = Narrow(), Narrow()
+    before = weights(one.trainer)
+    for _ in range(5): one.trainer.update(one.trainer.evaluate_members(one))
+    assert run(many, build_narrow, 5, Here(2), check_every=1) == weights(one.trainer) != before
+
+
+def test_settings_may_change_between_iterations():
+    make = partial(FLOATS, population=6)
+    one, many, executor = make(42), make(42), Here(2)
+    for k, changes in enumerate([{}, {'sigma': 0.2}, {'population': 8}, {'reward_norm': 'none', 'alpha': None},
+                                 {'noise': 'correlated', 'seed': 2**64 - 1}, {'antithetic': True}]):
+        for s in (one, many):
+            for name, value in changes.items(): setattr(s.trainer.config, name, value)
+        assert run(many, recipe(make), 2, executor, check_every=1) == alone(one, 2), k
+    assert executor.snapshots == 3                          # the first iteration, three portions
+
+
+def test_updates_between_the_rounds_and_local_ones():
+    make = partial(FLOATS, population=6)
+    one, many, executor = make(42), make(42), Here(2)
+    for _ in range(3):
+        run(many, recipe(make), 1, executor, workers=2, check_every=1)
+        for _ in many.run(many.trainer.iteration + 2): pass  # at home, without the executor
+    assert weights(many.trainer) == alone(one, 9) and executor.snapshots == 2
+
+
+def test_rewards_may_be_changed_before_the_update():
+    make = partial(FLOATS, population=6)
+    one, many, executor = make(42), make(42), Here(2)
+    for _ in range(4):
+        a = one.trainer.evaluate_members(one.score)
+        b = many.trainer.evaluate_members(recipe(make), workers=2, executor=executor, check_every=1)
+        assert a.tobytes() == b.tobytes()
+        one.trainer.update(np.round(a, 2))
+        many.trainer.update(np.round(b, 2))
+    assert weights(one.trainer) == weights(many.trainer)
+
+
+def test_worst_rewards_follow():
+    def build():
+        m = Narrow()
+        m.trainer.config.reward_norm, m.trainer.nonfinite = 'centered_ranks', 'worst'
+        return m.trainer, lambda worker, member: np.nan if member == 1 else m.eval_member(worker, member)
+    (one, score), (many, _) = build(), build()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            one.update(one.evaluate_members(score))
+            many.update(many.evaluate_members(build, workers=2, executor=pool, check_every=1))
+    assert weights(one) == weights(many)
+
+
+# --- what travels
+
+@pytest.mark.parametrize('workers', [1, 3, 8])
+@pytest.mark.parametrize('population', [8, 128, 1024])
+def test_orders_and_answers_are_small(population, workers):
+    def build():
+        m = Narrow()
+        m.trainer.config.population = population
+        return m.trainer, lambda worker, member: member % 7
+    home, executor = build()[0], Here(workers)
+    executor.submit = lambda f, order, send=executor.submit: send(f, order._replace(
+        snapshot=order.snapshot and order.snapshot._replace(build=build_narrow)))  # it can be pickled
+    for _ in range(20):
+        home.update(home.evaluate_members(build, workers=workers, executor=executor))
+    assert executor.bytes / 20 <= 64 * population + 4096 * workers
+    assert executor.snapshots == workers
+
+
+# --- late, dead, different
+
+def test_replaced_workers_catch_up():
+    make = partial(FLOATS, population=6)
+    one, many, executor = make(42), make(42), Here(3)
+    for t in range(9):
+        if t % 2: executor.replace(t % 3)
+        run(many, recipe(make), 1, executor, check_every=1)
+    assert weights(many.trainer) == alone(one, 9)
+    assert 3 < executor.snapshots < 12 and executor.orders < 9 * 3 + 12
+
+
+def test_a_copy_that_missed_something_gets_rewards_or_a_snapshot():
+    make = partial(FLOATS, population=6)
+    one, many, executor = make(42), make(42), Here(2)
+    for missed, snapshots in ((1, 0), (executors.LENGTH - 2, 0), (executors.LENGTH + 1, 1)):
+        run(many, recipe(make), 2, executor, workers=2)
+        before, executor.next = executor.snapshots, 0
+        for _ in range(missed):
+            run(many, recipe(make), 1, executor, workers=1)
+            executor.next = 0                                # the second has nothing to do
+        assert executor.snapshots == before
+        run(many, recipe(make), 1, executor, workers=2, check_every=1)
+        assert executor.snapshots - before == snapshots, missed
+    assert weights(many.trainer) == alone(one, many.trainer.iteration)
+
+
+@pytest.mark.parametrize('change', ['restore_state', 'capture_anchor', 'add_param', 'iteration'])
+def test_what_no_reward_explains_begins_a_new_run(change):
+    home, executor = Narrow(), Here(1)
+    run(home, build_narrow, 2, executor, workers=1)
+    t = home.trainer
+    if change == 'restore_state': t.restore_state(t.state_fields())
+    if change == 'capture_anchor': t.capture_anchor()
+    if change == 'iteration': t.iteration = 9
+    if change == 'add_param':
+        t.add_param(constant([0.5], 'd'))
+        with pytest.raises(ReplicaShapeMismatchError, match='float32'):
+            run(home, build_narrow, 1, executor, workers=1)
+    else:
+        run(home, build_narrow, 1, executor, workers=1, check_every=1)
+        assert executor.snapshots == 2
+
+
+def test_weights_that_differ_are_found():
+    make = partial(FLOATS, population=6)
+    search, executor = make(42), Here(2)
+    run(search, recipe(make), 2, executor)
+    search.trainer.floats.slots[0].data[3] += 1
+    with pytest.raises(ReplicaDivergedError, match='iteration 2'):
+        run(search, recipe(make), 1, executor, check_every=1)
+    run(search, recipe(make), 1, Here(1), check_every=1)    # such copies are gone: a snapshot helps
+
+
+def test_how_often_is_asked_for():
+    search, executor = FLOATS(42, population=6), Here(1)
+    digests, submit = [], executor.submit
+    executor.submit = lambda f, order: digests.append(bool(order.digest)) or submit(f, order)
+    run(search, recipe(partial(FLOATS, population=6)), 7, executor, workers=1, check_every=3)
+    assert digests == [True, False, False, True, False, False, True]
+
+
+# --- errors
+
+def test_errors_of_evaluators_arrive_and_the_run_goes_on():
+    class Lost(Exception): pass
+    broken = []
+    def build():
+        m = Narrow()
+        def score(worker, member):
+            if broken and member == 2: raise Lost(member)
+            return m.eval_member(worker, member)
+        return m.trainer, score
+    (home, score), (one, local) = build(), build()
+    with ThreadPoolExecutor(2) as pool:
+        for t in range(4):
+            if t == 2:
+                broken.append(True)
+                with pytest.raises(Lost): home.evaluate_members(build, workers=2, executor=pool)
+                broken.clear()
+            home.update(home.evaluate_members(build, workers=2, executor=pool, check_every=1))
+    for _ in range(4): one.update(one.evaluate_members(local))
+    assert weights(home) == weights(one)
+
+
+def test_refusals_come_first():
+    home, executor = Narrow().trainer, Here(1)
+    ask = partial(home.evaluate_members, build_narrow, executor=executor)
+    with pytest.raises(InvalidConfigError): ask(workers=0)
+    with pytest.raises(InvalidConfigError): ask(check_every=0)
+    with pytest.raises(RewardCountMismatchError): ask([0.0])
+    with pytest.raises(TypeError): home.evaluate_members(7, executor=executor)
+    assert executor.orders == 0
+    rewards = ask()
+    rewards[1] = np.nan
+    with pytest.raises(NonFiniteRewardError): home.update(rewards)
+    assert home.history.next == 0 and not home.history.steps
+
+
+def test_ctrl_c_at_home_cancels_what_waits():
+    class Never(Executor):
+        def submit(self, f, order):
+            futures.append(Future())
+            return futures[-1]
+    futures, home = [], Narrow().trainer
+    threading.Timer(0.2, lambda: futures[1].set_exception(KeyboardInterrupt())).start()
+    with pytest.raises(KeyboardInterrupt):
+        home.evaluate_members(build_narrow, workers=3, executor=Never())
+    assert [f.cancelled() for f in futures] == [True, False, True]
+    assert weights(home) == weights(Narrow().trainer)
+
+
+def test_a_process_forgets_old_runs():
+    executor = Here(1)
+    for _ in range(executors.RUNS + 3): run(Narrow(), build_narrow, 1, executor, workers=1)
+    assert len(executor.shelves[0]) == executors.RUNS
+
+
+# --- a cluster
+
+@pytest.fixture(scope='module')
+def cluster():
+    distributed = pytest.importorskip('distributed')
+    with distributed.LocalCluster(n_workers=3, threads_per_worker=1, processes=True,
+                                  dashboard_address=None) as found, distributed.Client(found) as client:
+        yield client
+
+
+def test_a_cluster_of_which_one_process_is_killed(cluster):
+    make = partial(TRITS, population=12)
+    one, search = make(42), make(42)
+    search.client, search.build = cluster, recipe(make)
+    pids = cluster.run(executors.os.getpid)
+    for k in search.run(9):
+        if k == 4: executors.os.kill(next(iter(pids.values())), 9)
+    assert weights(search.trainer) == alone(one, 9)
+    again = cluster.run(executors.os.getpid)
+    assert len(set(again.values()) - set(pids.values())) <= 1
+
+
+@pytest.mark.parametrize('app', [es_spirals, es_ternary_spirals], ids=['floats', 'trits'])
+def test_programs_on_a_cluster(app, cluster, tmp_path, capsys):
+    argv = ['--iterations=6', '--population=10', '--target=0', '--save-every=3']
+    address = cluster.scheduler.address
+    assert app.main([*argv, '--save', str(tmp_path / 'here')]) == 0
+    assert app.main([*argv, '--save', str(tmp_path / 'there'), '--cluster', address]) == 0
+    assert f'scored on {address}' in capsys.readouterr().out
+    resumed = ['--resume', str(tmp_path / 'there' / 'checkpoint-iter-3'), '--save', str(tmp_path / 'more')]
+    assert app.main(['--iterations=6', '--target=0', *resumed, '--cluster', address]) == 0
+    here, there, more = [{p.name: p.read_bytes() for p in (tmp_path / name).iterdir() if p.is_file()}
+                         for name in ('here', 'there', 'more')]
+    assert here == there == more
+
+
+def test_no_cluster_there():
+    dask = pytest.importorskip('dask')
+    with dask.config.set({'distributed.comm.timeouts.connect': '1s'}):
+        with pytest.raises(OSError, match='127.0.0.1'), es_spirals.cluster_at('tcp://127.0.0.1:1'): pass
