@@ -8,16 +8,26 @@ import re
 import shutil
 import sys
 from importlib import import_module
+from importlib.resources import as_file, files
 from pathlib import Path
 
 os.environ['IN_TEST'] = '1'  # the last cell of a chapter must not export
 
 from execnb.nbio import nb2str
+from fontTools import subset
 from nbdev.config import get_config
 from nbdev.process import NBProcessor
 from nbdev.processors import FilterDefaults, exec_show_docs
 
 ROOT = Path(__file__).resolve().parents[1]
+HEADING = re.compile(r'^### (\w[\w.]*)$', re.M)
+QUALIFIED = re.compile(r'\bfucina\.(?:\w+\.)+(?=[A-Z])')
+MEMBER = re.compile(r'<(\w+\.\w+): [^<>]*>')
+SYMBOL_LINK = re.compile(r'\[(`[^`\]]+`)\]\((\w+\.html#)([\w.]+)\)')
+# Latin and Greek letters, operators, arrows, fences, and the italics that <mi> stands for
+MATH = [(0x20, 0x7e), (0xa0, 0xff), (0x391, 0x3f5), (0x2016, 0x2061), (0x2100, 0x22ff),
+        (0x2308, 0x230b), (0x27e6, 0x27ff), (0x1d434, 0x1d467), (0x1d49c, 0x1d4cf),
+        (0x1d538, 0x1d551), (0x1d6e2, 0x1d71b)]
 
 
 def page(name):
@@ -39,32 +49,77 @@ class Document(exec_show_docs):
         if exported or re.search(r'^show_doc\(', cell.source, re.M): super().__call__(cell)
 
 
-def processed(path, home, source):
+def links(name, config):
+    "Front matter for the margin of a page: its notebook, to run and to read."
+    path = f'{config.user}/{config.repo}/blob/{config.branch}/nbs/{name}'
+    return ('code-links:\n'
+            f'  - {{text: Open in Colab, icon: play-circle, '
+            f'href: "https://colab.research.google.com/github/{path}"}}\n'
+            f'  - {{text: Notebook, icon: journal-code, href: "https://github.com/{path}"}}\n')
+
+
+def processed(path, config):
     "A chapter without hidden cells, with rendered signatures and links within the site."
     procs = FilterDefaults().procs()
     processor = NBProcessor(path, [Document if p is exec_show_docs else p for p in procs])
     processor.process()
+    source = f'{config.git_url}/blob/{config.branch}/'
     for cell in processor.nb.cells:
         text = cell.source
-        if cell.cell_type == 'raw': text = re.sub(r'output-file: .*\n', '', text)
+        if cell.cell_type == 'raw':
+            text = re.sub(r'output-file: .*\n', '', text)
+            text = text.replace('---\n', '---\n' + links(path.name, config), 1)
         if cell.cell_type == 'markdown':
             text = re.sub(r'\]\((\w+\.ipynb)', lambda m: f']({page(m[1])}', text)
             text = text.replace('](../', f']({source}')
         cell.source = text
-    return nb2str(processor.nb).replace(home, '')
+    return processor.nb
+
+
+def documented(nb):
+    "Names that have a heading of their own on a page; signatures get as short as in the source."
+    names = set()
+    for data in (out.get('data', {}) for cell in nb.cells for out in cell.get('outputs', ())):
+        if 'text/markdown' not in data: continue
+        text = MEMBER.sub(r'\1', QUALIFIED.sub('', ''.join(data['text/markdown'])))
+        data['text/markdown'] = text
+        names.update(name.lower() for name in HEADING.findall(text))
+    return names
+
+
+def mend(text, names):
+    "Links to a method that has no heading go to its class; what has none either is no link."
+    def mended(match):
+        code, target, name = match.groups()
+        while name and name not in names: name = name.rpartition('.')[0]
+        return f'[{code}]({target}{name})' if name else code
+    return SYMBOL_LINK.sub(mended, text)
+
+
+def math_font(path):
+    "STIX Two Math, as far as formulas use it: without a mathematical font roots do not grow."
+    options = subset.Options(flavor='woff', layout_features=['*'])
+    with as_file(files('ziamath')/'fonts'/'STIXTwoMath-Regular.ttf') as whole:
+        font = subset.load_font(whole, options)
+    subsetter = subset.Subsetter(options)
+    subsetter.populate(unicodes=[u for first, last in MATH for u in range(first, last + 1)])
+    subsetter.subset(font)
+    subset.save_font(font, path, options)
 
 
 def stage(folder):
     "Fill `folder` with a site that any renderer of Quarto projects can read."
     config = get_config(path=ROOT)
     home = f'{config.doc_host}{config.doc_baseurl}/'
-    source = f'{config.git_url}/blob/{config.branch}/'
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for path in sorted(ROOT.glob('nbs/*.ipynb')):
-        target = folder/page(path.name)
-        target.write_text(processed(path, home, source), encoding='utf-8')
-    shutil.copy(ROOT/'nbs/styles.css', folder)
+    chapters = {p.name: processed(p, config) for p in sorted(ROOT.glob('nbs/*.ipynb'))}
+    names = set().union(*map(documented, chapters.values()))
+    for name, nb in chapters.items():
+        text = mend(nb2str(nb).replace(home, ''), names)
+        (folder/page(name)).write_text(text, encoding='utf-8')
+    for name in ('styles.css', 'favicon.svg'): shutil.copy(ROOT/'nbs'/name, folder)
+    math_font(folder/'math.woff')
     site = (ROOT/'_quarto.yml').read_text(encoding='utf-8')
     site = re.sub(r'nbs/([\w*]+\.\w+)', lambda m: page(m[1]), site)
     (folder/'_quarto.yml').write_text(site, encoding='utf-8')
