@@ -6,7 +6,7 @@
 __all__ = ['Curve', 'need', 'new_figure', 'loss_curves', 'decision_boundary', 'weight_histograms', 'singular_values', 'schedule',
            'reward_bands', 'in_jupyter', 'Values', 'Picture', 'Live']
 
-# %% ../nbs/18_plot.ipynb #c2f490d8
+# %% ../nbs/18_plot.ipynb #f67a2223
 import io
 import sys
 import time
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .autograd import no_grad
-from .kernels import f32
+from .kernels import f32, f64
 from .param_registry import MOST, _registry
 from .tensor import Tensor, constant
 
@@ -104,10 +104,12 @@ def decision_boundary(
     ax.set(xticks=[], yticks=[], aspect='equal')
     return ax
 
-# %% ../nbs/18_plot.ipynb #1079a01d
-def _tensors(model: Any) -> list[tuple[str, np.ndarray]]:
-    views = list(_registry(model))[:MOST]
-    return [(v.name, np.asarray(v.tensor.numpy(), np.float64)) for v in views]
+# %% ../nbs/18_plot.ipynb #aa2d4939
+def _tensors(model: Any) -> tuple[list[tuple[str, np.ndarray]], str]:
+    "The first tensors by name, and a word about the others."
+    views = list(_registry(model))
+    more = f', {len(views) - MOST} more tensors' if len(views) > MOST else ''
+    return [(v.name, v.tensor.numpy().astype(f64)) for v in views[:MOST]], more
 
 def weight_histograms(
     model: Any,  # an object that holds tensors, or a registry
@@ -115,7 +117,8 @@ def weight_histograms(
     bins: int = 80,
 ) -> Any:  # the axes
     "How the values of each tensor are spread, one row each."
-    ax, found = _axes(ax), [(n, a[np.isfinite(a)]) for n, a in _tensors(model)]
+    ax, (tensors, more) = _axes(ax), _tensors(model)
+    found = [(name, a[np.isfinite(a)]) for name, a in tensors]
     edges = np.histogram_bin_edges(np.concatenate([a for _, a in found]), bins)
     for k, (_, values) in enumerate(found):
         counts = np.histogram(values, edges)[0]
@@ -123,21 +126,21 @@ def weight_histograms(
         ax.stairs(row, edges, baseline=-k, fill=True, color='C0', alpha=0.8)
     ax.set_yticks(0.3 - np.arange(len(found)), [n for n, _ in found])
     ax.tick_params(axis='y', length=0)
-    ax.set(xlabel='value')
+    ax.set(xlabel=f'value{more}')
     return ax
 
-# %% ../nbs/18_plot.ipynb #e5a48522
+# %% ../nbs/18_plot.ipynb #f8224925
 def singular_values(
     model: Any,  # an object that holds tensors, or a registry
     ax: Any = None,  # matplotlib axes; None: new ones
 ) -> Any:  # the axes
     "Singular values of each matrix; further axes count as columns."
-    ax = _axes(ax)
-    for name, a in _tensors(model):
+    ax, (tensors, more) = _axes(ax), _tensors(model)
+    for name, a in tensors:
         if a.ndim < 2 or not np.isfinite(a).all() or not a.any(): continue
         s = np.linalg.svd(a.reshape(len(a), -1), compute_uv=False)
         ax.semilogy(np.arange(1, len(s) + 1), s / s[0], 'o-', ms=2.5, lw=1, label=name)
-    ax.set(xlabel='number', ylabel='singular value / largest')
+    ax.set(xlabel=f'number{more}', ylabel='singular value / largest')
     if ax.lines: ax.legend()
     return ax
 

@@ -8,7 +8,7 @@ __all__ = ['MODEL_STATE_FILE', 'ADAPTERS_STATE_FILE', 'OPTIMIZER_STATE_FILE', 'T
            'save_trainer_state', 'load_trainer_state', 'save_checkpoint', 'load_checkpoint', 'latest_committed',
            'rotate_checkpoints']
 
-# %% ../nbs/10_training_checkpoint.ipynb #95108f2e
+# %% ../nbs/10_training_checkpoint.ipynb #8c406e13
 import errno
 import os
 import re
@@ -25,15 +25,15 @@ from typing import Any
 
 from .errors import (InvalidConfigError, InvalidTrainerStateError,
                            UnsupportedTrainerStateVersionError)
-from .param_registry import _registry
+from .param_registry import _registry, show_html
 from .safetensors import (LIMIT, File, make_directory, naming, shown, strict_json,
                                 sync_directory, write_all, write_atomic)
 
 # %% ../nbs/10_training_checkpoint.ipynb #fa1f3211
 from .errors import TrainerStateError  # noqa: F401  `except TrainerStateError`
 
-# %% ../nbs/10_training_checkpoint.ipynb #cf90de1e
-@dataclass(frozen=True)
+# %% ../nbs/10_training_checkpoint.ipynb #2e71f367
+@dataclass(frozen=True, repr=False)
 class RunState:
     "Where a run stands; what is None is not written."
     version: int = 1  # of the file's format
@@ -48,8 +48,19 @@ class RunState:
     data_epoch: int | None = None  # passes through the data that are done
     data_index: int | None = None  # position in the current pass
 
-# %% ../nbs/10_training_checkpoint.ipynb #40859071
-@dataclass(frozen=True)
+    def _shown(self) -> tuple[str, list[tuple[str, ...]], str]:
+        given = [(k, str(v)) for k, v in vars(self).items() if v is not None]
+        rows = [('name', 'value'), *given[1:]]
+        return type(self).__name__, rows, f'version {self.version}'
+
+    def __repr__(self) -> str:
+        name, (_, *rows), _ = self._shown()
+        return f'{name}({", ".join(map("=".join, rows))})'
+
+    def _repr_html_(self) -> str: return show_html(*self._shown())
+
+# %% ../nbs/10_training_checkpoint.ipynb #5ec741e7
+@dataclass(frozen=True, repr=False)
 class TrainerState(RunState):
     "The same, with what evolution strategies add."
     es_sigma: float | None = None  # size of the noise

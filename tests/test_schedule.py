@@ -75,7 +75,7 @@ def test_targets():
     for t in (thing, opt, opt.config, optim.any_optimizer(opt), opt): sched.attach(t)
     sched.apply(0.5)
     assert thing.lr == opt.lr == 0.25 and Thing.lr == 0.5
-    assert repr(sched).count('base 0.5, now 0.25') == 2
+    assert repr(sched).count('  0.5   0.25') == 2
     for bad in (optim.OptimizerSet(), object(), None):
         with pytest.raises(TypeError): sched.attach(bad)
     for name in ('x', None):

@@ -8,6 +8,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from readme import directives
 
+WIDGET = 'application/vnd.jupyter.widget-view+json'
+
 
 def execute(path):
     "Run one notebook in place; cells marked `eval: false` keep the outputs they have."
@@ -17,11 +19,13 @@ def execute(path):
         if cell.cell_type == 'code' and 'eval: false' in directives(cell.source)[0]:
             frozen[cell.id] = cell.source, cell.outputs
             cell.source = ''
-    client = NotebookClient(nb, timeout=900, kernel_name='python3',
+    client = NotebookClient(nb, timeout=900, kernel_name='python3', store_widget_state=False,
                             resources={'metadata': {'path': str(path.parent)}})
     client.execute()
     for cell in nb.cells:
         if cell.id in frozen: cell.source, cell.outputs = frozen[cell.id]
+        elif cell.cell_type == 'code':  # a bar of progress is gone when the cell is done
+            cell.outputs = [out for out in cell.outputs if WIDGET not in out.get('data', {})]
     nbformat.write(nb, path)
 
 

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['Table', 'Report', 'inspect', 'main']
 
-# %% ../../nbs/20c_inspect.ipynb #914ed96e
+# %% ../../nbs/20c_inspect.ipynb #28465143
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +75,12 @@ def _frames(path: Path) -> Iterator[Table]:
         yield Table(*member._shown())
         inside = [*member.members, *inside]
 
-# %% ../../nbs/20c_inspect.ipynb #ce3ed983
+# %% ../../nbs/20c_inspect.ipynb #738df3ab
 def _state(folder: Path) -> Iterator[Table]:
     "The state of a run."
     state = load_trainer_state(folder)
-    rows = [(f.name, str(getattr(state, f.name))) for f in fields(state)[1:]
-            if getattr(state, f.name) is not None]
     title = f'{TRAINER_STATE_FILE}: version {state.version}'
-    yield Table(title, [('name', 'value'), *rows], 'the checkpoint is committed')
+    yield Table(title, state._shown()[1], 'the checkpoint is committed')
 
 # %% ../../nbs/20c_inspect.ipynb #c2ed2b47
 def _step(folder: Path) -> str:

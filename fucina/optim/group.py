@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['AnyOptimizer', 'any_optimizer', 'Members', 'Together', 'OptimizerSet']
 
-# %% ../../nbs/11f_group.ipynb #5bd2cee7
+# %% ../../nbs/11f_group.ipynb #9f1e0e7f
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
@@ -18,6 +18,7 @@ from ..kernels import f64
 from .frames import Optimizer, Source, count_field, in_turn, write
 from .moments import NonFinite
 from .param import Clipping
+from ..param_registry import MOST
 
 # %% ../../nbs/11f_group.ipynb #b39debd0
 class AnyOptimizer:
@@ -132,7 +133,7 @@ class Together(Members):
         return {f'{k}.{name}': found for k, opt in enumerate(self.members)
                 for name, found in opt.finite_report().items()}
 
-# %% ../../nbs/11f_group.ipynb #e3fb537c
+# %% ../../nbs/11f_group.ipynb #bbcdcebc
 class OptimizerSet(Together):
     "Optimizers that act as one, also in a file."
 
@@ -166,7 +167,12 @@ class OptimizerSet(Together):
 
     def __repr__(self) -> str:
         return '\n'.join([f'OptimizerSet of {len(self.members)}',
-                          *(repr(opt) for opt in self.members)])
+                          *map(repr, self.members[:MOST]), *self._left_out()])
 
     def _repr_html_(self) -> str:
-        return ''.join(opt._repr_html_() for opt in self.members) or repr(self)
+        tables = (opt._repr_html_() for opt in self.members[:MOST])
+        return ''.join([*tables, *self._left_out()]) or repr(self)
+
+    def _left_out(self) -> list[str]:
+        more = len(self.members) - MOST
+        return [f'… {more} more'] if more > 0 else []

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['warmup_cosine_factor', 'LrSchedule']
 
-# %% ../../nbs/11g_schedule.ipynb #1ad28bcc
+# %% ../../nbs/11g_schedule.ipynb #cc0e76be
 import math
 from numbers import Real
 from operator import index
@@ -15,6 +15,7 @@ from ..kernels import f32
 from .group import AnyOptimizer
 from .frames import Optimizer
 from .param import real
+from ..param_registry import show_html, show_text
 
 # %% ../../nbs/11g_schedule.ipynb #a78657ac
 def _count(what, n):
@@ -42,7 +43,7 @@ def warmup_cosine_factor(
     progress = min((t - warmup) / (total - warmup), 1.0)
     return low + ((1.0 - low) * 0.5) * (1.0 + math.cos(math.pi * progress))
 
-# %% ../../nbs/11g_schedule.ipynb #2a5f3393
+# %% ../../nbs/11g_schedule.ipynb #f9b6e50a
 class LrSchedule:
     "Learning rates that follow one factor."
 
@@ -71,7 +72,10 @@ class LrSchedule:
         rates = [real('lr', base * factor) for _, base in self._targets]
         for (obj, _), rate in zip(self._targets, rates): obj.lr = rate
 
-    def __repr__(self) -> str:
-        lines = (f'\n  {type(obj).__name__}: base {f32(base)!s}, now {f32(obj.lr)!s}'
-                 for obj, base in self._targets)
-        return 'LrSchedule' + ''.join(lines)
+    def _shown(self) -> tuple[str, list[tuple[str, ...]], str]:
+        rows = [(type(obj).__name__, str(f32(base)), str(f32(obj.lr)))
+                for obj, base in self._targets]
+        return 'LrSchedule', [('of', 'base', 'now'), *rows], f'{len(rows)} attached'
+
+    def __repr__(self) -> str: return show_text(*self._shown())
+    def _repr_html_(self) -> str: return show_html(*self._shown())
