@@ -306,8 +306,8 @@ def _uniforms(a, b):
 
 @inline
 def gaussian_pair_fast(
-    a,  # word of the radius, in (0, 1]
-    b,  # word of the angle, in turns
+    a,  # float32 in (0, 1], for the radius
+    b,  # float32 in [0, 1], the angle in turns
 ):
     "Two standard normals in float32, from words `a` and `b` as floats."
     radius = np.sqrt(f32(-2) * _ln_fast(a))
