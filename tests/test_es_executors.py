@@ -249,7 +249,7 @@ def test_errors_of_evaluators_arrive_and_the_run_goes_on():
             if broken and member == 2: raise Lost(member)
             return m.eval_member(worker, member)
         return m.trainer, score
-    (home, score), (one, local) = build(), build()
+    (home, _), (one, local) = build(), build()
     with ThreadPoolExecutor(2) as pool:
         for t in range(4):
             if t == 2:

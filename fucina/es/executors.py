@@ -37,8 +37,9 @@ def settings_of(
 ) -> tuple[Any, ...]:  # numbers and names
     "What an update depends on, besides rewards and weights."
     values = [getattr(trainer.config, name) for name in NAMES]
-    return *[v.item() if isinstance(v, np.floating) else v.name if isinstance(v, IntEnum) else v
-             for v in values], trainer.nonfinite
+    plain = [v.item() if isinstance(v, np.floating) else
+             v.name if isinstance(v, IntEnum) else v for v in values]
+    return *plain, trainer.nonfinite
 
 def adopt(trainer: Any, settings: tuple[Any, ...]) -> None:
     "Give a trainer the settings of another."
