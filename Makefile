@@ -13,7 +13,7 @@ NB ?= $(sort $(wildcard nbs/*.ipynb))
 MPLBACKEND ?= Agg
 export MPLBACKEND
 
-.PHONY: help demo test setup export readme notebooks docs site lint types bench wheel clean distclean
+.PHONY: help demo test setup export readme notebooks docs site browse lint types bench wheel clean distclean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -42,13 +42,16 @@ notebooks: $(VENV)/develop  ## run the notebooks and keep their outputs; NB=nbs/
 docs: $(VENV)/docs  ## build the site in _docs without Quarto (Python 3.11 or newer)
 	$(RUN) tools/docs.py _stage
 	$(BIN)/smalldocs render --strict _stage
-	$(RUN) tools/site.py _stage/_docs
+	$(RUN) tools/finish.py _stage/_docs
 	rm -rf _docs && mv _stage/_docs _docs
 
 site: $(VENV)/docs  ## build the site in _docs with Quarto
 	$(RUN) tools/docs.py _stage
 	quarto render _stage -M html-math-method:mathml
 	rm -rf _docs && mv _stage/_docs _docs
+
+browse: $(VENV)/browse  ## look at the site of make docs in Chromium, pictures in _docs_screens
+	$(RUN) tools/browse.py _docs _docs_screens
 
 lint: $(VENV)/lint  ## check the style of the code
 	$(BIN)/ruff check
@@ -63,7 +66,7 @@ wheel: $(VENV)/runtime  ## build dist/fucina-*.whl
 	$(RUN) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove what was built and cached
-	rm -rf _docs _stage _proc dist build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf _docs _docs_screens _stage _proc dist build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find fucina nbs tests tools benchmarks conftest.py -name __pycache__ -exec rm -rf {} +
 
 distclean: clean  ## remove the environment too
@@ -89,6 +92,10 @@ $(VENV)/develop: pyproject.toml | $(VENV)/pip
 
 $(VENV)/docs: $(VENV)/develop
 	@$(PIP) --editable '.[docs]'
+	@touch $@
+
+$(VENV)/browse: $(VENV)/develop
+	@$(PIP) --editable '.[browse]'
 	@touch $@
 
 $(VENV)/lint: $(VENV)/develop

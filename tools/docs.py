@@ -11,8 +11,6 @@ from importlib import import_module
 from importlib.resources import as_file, files
 from pathlib import Path
 
-os.environ['IN_TEST'] = '1'  # the last cell of a chapter must not export
-
 from execnb.nbio import nb2str
 from fontTools import subset
 from nbdev.config import get_config
@@ -77,9 +75,10 @@ def processed(path, config):
 
 
 def documented(nb):
-    "Names that have a heading of their own on a page; signatures get as short as in the source."
+    "Names that have a heading of their own; signatures become as short as in the source."
     names = set()
-    for data in (out.get('data', {}) for cell in nb.cells for out in cell.get('outputs', ())):
+    outputs = [out for cell in nb.cells for out in cell.get('outputs', ())]
+    for data in (out.get('data', {}) for out in outputs):
         if 'text/markdown' not in data: continue
         text = MEMBER.sub(r'\1', QUALIFIED.sub('', ''.join(data['text/markdown'])))
         data['text/markdown'] = text
@@ -88,7 +87,7 @@ def documented(nb):
 
 
 def mend(text, names):
-    "Links to a method that has no heading go to its class; what has none either is no link."
+    "A link to a method without a heading leads to its class; without that it is no link."
     def mended(match):
         code, target, name = match.groups()
         while name and name not in names: name = name.rpartition('.')[0]
@@ -97,7 +96,7 @@ def mend(text, names):
 
 
 def math_font(path):
-    "STIX Two Math, as far as formulas use it: without a mathematical font roots do not grow."
+    "STIX Two Math, as far as formulas use it; other fonts do not know how a root grows."
     options = subset.Options(flavor='woff', layout_features=['*'])
     with as_file(files('ziamath')/'fonts'/'STIXTwoMath-Regular.ttf') as whole:
         font = subset.load_font(whole, options)
@@ -128,4 +127,5 @@ def stage(folder):
 if __name__ == '__main__':
     target = Path(sys.argv[1]).resolve()
     os.chdir(ROOT)  # nbdev looks for its settings here
+    os.environ['IN_TEST'] = '1'  # the last cell of a chapter must not export
     stage(target)
