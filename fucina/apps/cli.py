@@ -18,6 +18,7 @@ COMMANDS = {
     'digits': 'train a network to read real handwritten digits',
     'es-spirals': 'the same spirals without gradients, by an evolution strategy',
     'es-ternary-spirals': 'and with weights that are -1, 0 or +1',
+    'es-digits': 'half-train on digits, then reward nothing but how many are read',
     'bench-optim': 'time the step of every optimizer',
     'inspect': 'list what is in a checkpoint, or in a file of one',
     'config': 'show versions, processor, threads, BLAS and number rules',

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -131,6 +131,9 @@ class Search:
     history: list[Stats] = field(default_factory=list)  # of the rewards so far
     client: Any = None  # of a Dask cluster, on which members are scored
     build: Any = None  # makes another trainer and its evaluator there
+
+    def begin(self) -> None:
+        "What comes before the first iteration, unless the weights are in a checkpoint."
 
     def score(self, worker: int, member: int | None) -> float:
         "The reward of a member."
@@ -330,19 +333,23 @@ def conclude(
     raise FromScratchTrainingFailedError(missed)
 
 # %% ../../nbs/20d_es_spirals.ipynb #ac784f1e
+_Kind = TypeVar('_Kind', bound=Search)
+
 def perform(
     args: argparse.Namespace,
-    make: Callable[[int], Search],  # of the seed
+    make: Callable[[int], _Kind],  # of the seed
     what: str,  # is trained
     every: int,  # iterations between two lines
     enough: float,  # accuracy at which a run may stop early
-) -> tuple[Search, float]:  # and the accuracy at the end
+) -> tuple[_Kind, float]:  # and the accuracy at the end
     "A whole run, from its checkpoint if there is one."
     with (ExecContext(workers=args.threads), folder_for(args) as folder,
           cluster_at(args.cluster) as client):
         found = None if args.resume is None else latest_committed(args.resume)
         seed = 42 if args.seed is None else args.seed & MASK
-        if found is None: search, notes = make(seed), []
+        if found is None:
+            search, notes = make(seed), []
+            search.begin()
         else:
             search = make(load_trainer_state(found).seed)
             notes = go_on(found, search)
