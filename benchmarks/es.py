@@ -2,7 +2,8 @@
 
 A million float32 weights, population 32. Theirs: `torch.randn` with a generator seeded for the
 member, then `add_` with a factor; the update does so for every member. `in blocks` does the same
-with noise for 16,384 weights at a time, which stays in the cache. Bars are for two threads. `--check` fails above them; words choose rows by the start of their names.
+with noise for 16,384 weights at a time, which stays in the cache. Bars are for two threads.
+`--check` fails above them; words choose rows by the start of their names.
 """
 import sys
 import tracemalloc
