@@ -1,5 +1,5 @@
 // What tools/browse.py asks a page. Each answer is a list of complaints, or a number.
-const site = {
+window.site = {
   // text, figures and formulas that should be there and are not
   missing() {
     const lost = []
