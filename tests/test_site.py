@@ -41,6 +41,9 @@ def test_a_page_with_formulas():
     assert page.startswith('<head></head><p><span class="math inline"><math><semantics>')
     assert '<span class="math display"><math display="block">' in page and '<msqrt>' in page
     assert page.endswith('</math></span>, not <code>\\(x\\)</code></p>')
+    page = FINISH.mathml('<p>No (<span class="math inline">\\(x\\)</span>), but')
+    assert page.startswith('<p>No <span class="text-nowrap">(<span class="math inline"><math>')
+    assert page.endswith('</math></span>),</span> but')
     assert FINISH.mathml('<p>no formula</p>') == '<p>no formula</p>'
     with pytest.raises(LatexError): FINISH.mathml(html.replace('sqrt', 'sqroot'))
 
@@ -87,6 +90,11 @@ def test_links_are_followed(tmp_path, body, fault):
 def test_style_sheets_are_searched_too(tmp_path):
     (tmp_path/'a.css').write_text('p { src: url("https://else.org/x.woff") } q { src: url(b) }')
     assert FINISH.check(tmp_path, 'x') == (['a.css: loads https://else.org/x.woff'], [])
+
+
+def test_pages_have_names_of_their_own():
+    names = [DOCS.page(path.name) for path in ROOT.glob('nbs/*.ipynb')]
+    assert len(names) == len(set(names))
 
 
 def test_pages_link_to_their_notebook():

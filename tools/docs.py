@@ -115,6 +115,7 @@ def stage(folder):
     chapters = {p.name: processed(p, config) for p in sorted(ROOT.glob('nbs/*.ipynb'))}
     names = set().union(*map(documented, chapters.values()))
     for name, nb in chapters.items():
+        if (folder/page(name)).exists(): sys.exit(f'{name}: another chapter has this name')
         text = mend(nb2str(nb).replace(home, ''), names)
         (folder/page(name)).write_text(text, encoding='utf-8')
     for name in ('styles.css', 'favicon.svg'): shutil.copy(ROOT/'nbs'/name, folder)

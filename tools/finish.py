@@ -15,6 +15,8 @@ from math_core import LatexError, LatexToMathML
 ROOT = Path(__file__).resolve().parents[1]
 TEX = re.compile(
     r'(?<=<span class="math )(inline|display)">\\[(\[](.*?)\\[)\]](?=</span>)', re.S)
+# a formula counts as a picture: a line may end before the comma that follows it
+GLUED = re.compile(r'([(\[]*)(<span class="math inline">.*?</span>)([-)\].,:;!?’]*)', re.S)
 KATEX = re.compile(r'<link [^>]*/katex@[^>]*>|<script [^>]*/katex@[^>]*></script>')
 REMOTE_CSS = re.compile(r'@import url\(["\']?https?:[^)]*\);')
 REMOTE_URL = re.compile(r'url\(\s*["\']?(https?:[^"\')]*)')
@@ -28,7 +30,11 @@ def mathml(html):
     def formula(match):
         kind, tex = match.groups()
         return f'{kind}">{convert(unescape(tex), displaystyle=kind == "display")}'
-    return TEX.sub(formula, KATEX.sub('', html))
+
+    def glued(match):
+        before, math, after = match.groups()
+        return f'<span class="text-nowrap">{match[0]}</span>' if before or after else math
+    return GLUED.sub(glued, TEX.sub(formula, KATEX.sub('', html)))
 
 
 def finish(folder):
