@@ -21,10 +21,10 @@ from ..exec import ExecContext, current_context
 from ..kernels import f32, kernel
 from ..rng import at
 
-# %% ../../nbs/20f_es_digits.ipynb #fd67f2c1
+# %% ../../nbs/20f_es_digits.ipynb #e71c9fed
 def half_train(
-    net: Net,
-    task: Task,
+    net: Net,  # trained in place
+    task: Task,  # whose digits to train on are used
     seed: int,  # of the order
     epochs: int = 1,  # passes over the digits
 ) -> None:
@@ -52,8 +52,11 @@ class DigitScorer(Scorer):
     "A replica of the network of digits and all that one thread needs to score it."
     score = staticmethod(_score)
 
-# %% ../../nbs/20f_es_digits.ipynb #f029df69
-def accuracy_alone(loss: float, accuracy: float) -> float:
+# %% ../../nbs/20f_es_digits.ipynb #073f2a32
+def accuracy_alone(
+    loss: float,  # of no account
+    accuracy: float,  # 0 to 1
+) -> float:  # the accuracy
     "The reward of a classifier that nobody asks how sure it is."
     return accuracy
 
@@ -61,7 +64,13 @@ class Tuning(Search):
     "A search that is rewarded for some digits and judged by others."
     chance = 0.1
 
-    def __init__(self, trainer: Trainer, net: Net, task: Task, workers: int, epochs: int):
+    def __init__(self,
+        trainer: Trainer,  # of all tensors of `net`
+        net: Net,  # before any training
+        task: Task,  # digits to reward for, digits to judge by
+        workers: int,  # threads
+        epochs: int,  # by gradients, when it begins
+    ):
         scorers = [DigitScorer(trainer, net, task.x, task.y) for _ in range(workers)]
         super().__init__(trainer, scorers, len(task.y), accuracy_alone)
         self.net, self.task, self.epochs = net, task, epochs
