@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fucina.apps import es_spirals, es_ternary_spirals
+from fucina.apps import es_digits, es_spirals, es_ternary_spirals
 from fucina.es import executors
 from fucina.errors import (InvalidConfigError, NonFiniteRewardError, ReplicaDivergedError,
                            ReplicaShapeMismatchError, RewardCountMismatchError)
@@ -316,7 +316,7 @@ def test_a_cluster_of_which_one_process_is_killed(cluster):
     assert len(set(again.values()) - set(pids.values())) <= 1
 
 
-@pytest.mark.parametrize('app', [es_spirals, es_ternary_spirals], ids=['floats', 'trits'])
+@pytest.mark.parametrize('app', [es_spirals, es_ternary_spirals, es_digits], ids=['floats', 'trits', 'digits'])
 def test_programs_on_a_cluster(app, cluster, tmp_path, capsys):
     argv = ['--iterations=6', '--population=10', '--target=0', '--save-every=3']
     address = cluster.scheduler.address
