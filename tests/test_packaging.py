@@ -77,6 +77,8 @@ def test_site_lists_every_notebook_and_nothing_else():
     listed = list(leaves(SITE['website']['sidebar']['contents']))
     assert len(listed) == len(set(listed))
     assert set(listed) == notebooks
+    pages = [re.sub(r'nbs/\d\d[a-z]*_', '', name) for name in listed]
+    assert len(set(pages)) == len(pages), 'a page is called like its file, without the number'
     assert listed[0] == 'nbs/index.ipynb'
     for part in (NUMBERED, PAGES):
         found = list(filter(part.fullmatch, listed))
