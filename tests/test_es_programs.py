@@ -1,11 +1,12 @@
-"""`fucina es-spirals` and `fucina es-ternary-spirals`: first networks, refusals, workers, resume."""
+"""`fucina es-spirals`, `es-ternary-spirals`, `es-digits`: first networks, refusals, workers, resume."""
 import json
 import shutil
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
-from fucina.apps import cli, es_spirals, es_ternary_spirals
+from fucina.apps import cli, es_digits, es_spirals, es_ternary_spirals
 from fucina.data import two_spirals
 from fucina.errors import (CheckpointConfigMismatchError,
                            FromScratchTrainingFailedError, InvalidConfigError, InvalidDScaleError,
@@ -15,8 +16,12 @@ from fucina.exec import ExecContext
 from fucina.tensor import constant
 from fucina.training_checkpoint import load_trainer_state
 
-PROGRAMS = {'es-spirals': es_spirals, 'es-ternary-spirals': es_ternary_spirals}
-programs = pytest.mark.parametrize('app', PROGRAMS.values(), ids=PROGRAMS)
+DATA = pytest.mark.skipif(find_spec('sklearn') is None, reason='needs scikit-learn')
+programs = pytest.mark.parametrize('app', [
+    pytest.param(es_spirals, id='es-spirals'), pytest.param(es_ternary_spirals, id='es-ternary-spirals'),
+    pytest.param(es_digits, id='es-digits', marks=DATA)])
+CHANCE = {es_spirals: 0.5, es_ternary_spirals: 0.5, es_digits: 0.1}
+EVERY = {es_spirals: 500, es_ternary_spirals: 250, es_digits: 10}        # iterations between two lines
 POINTS, LABELS = two_spirals(97, 42)
 
 
@@ -108,14 +113,15 @@ def test_ties_go_to_class_0():
 
 @programs
 def test_smoke(app, capsys):
-    assert app.main(['--iterations=250', '--population=8', '--target=0', '--workers=2']) == 0
+    n = min(EVERY[app], 250)
+    assert app.main([f'--iterations={n}', '--population=8', '--target=0', '--workers=2']) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert 'population 8 in antithetic pairs' in lines[0] and 'workers 2' in lines[0]
-    assert lines[1].startswith('before: accuracy 0.5') and 'chance 0.500' in lines[1]
-    assert lines[-2].startswith('after: 250 iterations') and 'ms/iteration' in lines[-2]
-    assert lines[-1].startswith('PASS: accuracy ') and '250/250' in err
-    assert any(line.startswith('  250: accuracy') for line in lines) == (app is es_ternary_spirals)
+    assert 'population 8 in antithetic pairs' in lines[0] and 'z_score, workers 2' in lines[0]
+    assert lines[1].startswith('before: accuracy 0.') and f'chance {CHANCE[app]:.3f}' in lines[1]
+    assert lines[-2].startswith(f'after: {n} iterations') and 'ms/iteration' in lines[-2]
+    assert lines[-1].startswith('PASS: accuracy ') and f'{n}/{n}' in err
+    assert any(line.startswith(f'{n:5}: accuracy') for line in lines) == (n == EVERY[app])
 
 
 @programs
@@ -133,8 +139,8 @@ def test_workers_and_threads_change_no_bit(app, tmp_path):
 
 
 @programs
-def test_stopped_and_resumed(app, tmp_path, capsys):
-    argv, root = ['--population=7', '--sigma=0.07', '--seed=-3', '--target=0'], tmp_path / 'run'
+def test_stopped_and_resumed(app, tmp_path, capsys, monkeypatch):
+    argv, root = ['--population=7', '--sigma=0.0625', '--seed=-3', '--target=0'], tmp_path / 'run'
     assert app.main([*argv, '--iterations=9', '--save', str(root), '--save-every', '3']) == 0
     whole = files(root)
     assert sorted(p.name for p in root.iterdir() if p.is_dir()) == [
@@ -142,15 +148,26 @@ def test_stopped_and_resumed(app, tmp_path, capsys):
     shutil.rmtree(root / 'checkpoint-iter-9')
     (root / 'trainer_state.json').unlink()                     # killed before the end
     capsys.readouterr()
-    more = str(tmp_path / 'more')                              # the settings are in the checkpoint
+    monkeypatch.setattr(es_digits, 'half_train', None)         # weights and settings are in the checkpoint
+    more = str(tmp_path / 'more')
     assert app.main(['--target=0', '--iterations=9', '--resume', str(root), '--save', more]) == 0
     assert files(tmp_path / 'more') == whole
     out = capsys.readouterr().out
-    assert 'population is 7 in the checkpoint, not 128' in out and 'sigma is 0.07' in out
+    usual = 64 if app is es_digits else 128
+    assert f'population is 7 in the checkpoint, not {usual}' in out and 'sigma is 0.0625' in out
     assert 'population 7,' in out and 'seed is' not in out
     assert app.main([*argv, '--seed=5', '--iterations=9', '--resume', str(tmp_path / 'more')]) == 0
     assert f'seed is {2**64 - 3} in the checkpoint, not 5' in capsys.readouterr().out
     assert files(tmp_path / 'more') == whole                   # nothing was left to do
+
+
+@programs
+def test_a_folder_without_a_checkpoint_starts_at_the_beginning(app, tmp_path):
+    (tmp_path / 'empty').mkdir()
+    argv = ['--iterations=2', '--population=4', '--target=0']
+    assert app.main([*argv, '--resume', str(tmp_path / 'empty')]) == 0
+    assert app.main([*argv, '--save', str(tmp_path / 'other')]) == 0
+    assert files(tmp_path / 'empty') == files(tmp_path / 'other')
 
 
 @programs
@@ -159,9 +176,9 @@ def test_fields_of_a_checkpoint(app, tmp_path):
     state = load_trainer_state(tmp_path)
     assert (state.step, state.seed, state.es_iteration, state.es_population) == (2, 42, 2, 6)
     assert (state.es_noise, state.es_antithetic, state.es_anchor_decay) == (0, 1, 0)
-    ternary = app is es_ternary_spirals
-    assert (state.es_ternary_flip_rate is not None) == ternary
-    assert state.es_alpha == float(np.float32(0.075 if ternary else 0.1))
+    assert (state.es_ternary_flip_rate is not None) == (app is es_ternary_spirals)
+    alpha = {es_spirals: 0.1, es_ternary_spirals: 0.075, es_digits: 0.06}[app]
+    assert state.es_alpha == float(np.float32(alpha))
     text = json.loads((tmp_path / 'trainer_state.json').read_text())
     del text['es_sigma']
     (tmp_path / 'trainer_state.json').write_text(json.dumps(text))
@@ -221,6 +238,7 @@ def test_figure(app, tmp_path):
     (['--iterations'], UnknownArgumentError, '--iterations'),
     (['--workers=x'], UnknownArgumentError, '--workers'),
     (['--sigma=x'], UnknownArgumentError, '--sigma'), (['--steps=3'], UnknownArgumentError, '--steps'),
+    (['--target=95'], UnknownArgumentError, '--target'), (['--gemm=blas'], UnknownArgumentError, '--gemm'),
     (['--save-every=3'], UnknownArgumentError, '--save-every')])
 def test_refused(app, argv, error, said):
     with pytest.raises(error, match=said): app.main(argv)
