@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.resources import as_file, files
 from pathlib import Path
 
+import api
 from execnb.nbio import nb2str
 from fontTools import subset
 from nbdev.config import get_config
@@ -74,13 +75,18 @@ def processed(path, config):
     return processor.nb
 
 
+def short(text):
+    "Signatures as short as in the source."
+    return MEMBER.sub(r'\1', QUALIFIED.sub('', text))
+
+
 def documented(nb):
-    "Names that have a heading of their own; signatures become as short as in the source."
+    "Names that have a heading of their own in a chapter, whose signatures become short."
     names = set()
     outputs = [out for cell in nb.cells for out in cell.get('outputs', ())]
     for data in (out.get('data', {}) for out in outputs):
         if 'text/markdown' not in data: continue
-        text = MEMBER.sub(r'\1', QUALIFIED.sub('', ''.join(data['text/markdown'])))
+        text = short(''.join(data['text/markdown']))
         data['text/markdown'] = text
         names.update(name.lower() for name in HEADING.findall(text))
     return names
@@ -115,9 +121,11 @@ def stage(folder):
     chapters = {p.name: processed(p, config) for p in sorted(ROOT.glob('nbs/*.ipynb'))}
     names = set().union(*map(documented, chapters.values()))
     for name, nb in chapters.items():
-        if (folder/page(name)).exists(): sys.exit(f'{name}: another chapter has this name')
         text = mend(nb2str(nb).replace(home, ''), names)
         (folder/page(name)).write_text(text, encoding='utf-8')
+    for name, text in api.pages().items():
+        text = mend(short(text).replace(home, ''), names)
+        (folder/name).write_text(text, encoding='utf-8')
     for name in ('styles.css', 'favicon.svg'): shutil.copy(ROOT/'nbs'/name, folder)
     math_font(folder/'math.woff')
     site = (ROOT/'_quarto.yml').read_text(encoding='utf-8')

@@ -75,23 +75,23 @@ def check(folder, source):
     "What is wrong with the links of a site, and the URLs of other hosts it leads to."
     folder = folder.resolve()
     pages = {path: Page(path) for path in sorted(folder.rglob('*.html'))}
-    wrong, external = [], set()
+    wrong, external = {}, set()
     for path, page in pages.items():
         name = path.relative_to(folder).as_posix()
         for url in sorted(page.loads | page.links):
             if not re.match(r'\w+:|//', url):
                 fault = broken(url, path, pages)
-                if fault: wrong.append(f'{name}: {fault}')
+                if fault: wrong.setdefault(fault, name)  # one page will do
             elif not url.startswith(('data:', 'mailto:')):
                 external.add(url)
-                if url in page.loads: wrong.append(f'{name}: loads {url}')
+                if url in page.loads: wrong.setdefault(f'loads {url}', name)
     for path in sorted(folder.rglob('*.css')):
         for url in REMOTE_URL.findall(path.read_text(encoding='utf-8')):
-            wrong.append(f'{path.relative_to(folder).as_posix()}: loads {url}')
+            wrong[f'loads {url}'] = path.relative_to(folder).as_posix()
     for url in sorted(external):
         if url.startswith(source) and not (ROOT/urlsplit(url[len(source):]).path).exists():
-            wrong.append(f'{url} is not in the repository')
-    return wrong, sorted(external)
+            wrong[f'{url} is not there'] = 'in the repository'
+    return [f'{name}: {fault}' for fault, name in wrong.items()], sorted(external)
 
 
 def main(folder):
