@@ -35,8 +35,12 @@ class Node:
         op: str,  # name, for messages
         shape: tuple[int, ...],  # of the result, and so of its gradient
     ):
-        self.parents, self.vjp, self.op, self.shape = parents, vjp, op, shape
-        self.flags = self.mark = 0
+        self.parents: tuple[Node | None, ...] = parents
+        self.vjp: Callable[..., Any] | None = vjp
+        self.op: str = op
+        self.shape: tuple[int, ...] = shape
+        self.flags: int = 0
+        self.mark: int = 0
         self.grad: Any = None
 
     def cut(self) -> None:
@@ -56,8 +60,8 @@ class Leaf(Node):
     ):
         super().__init__((), None, 'variable', shape)
         self.buffer: np.ndarray | None = None
-        self.address = 0  # of the data of `grad`, while there is one
-        self.version = 0  # counts the writes to the parameter itself
+        self.address: int = 0  # of the data of `grad`, while there is one
+        self.version: int = 0  # counts the writes to the parameter itself
 
     def _place(self, g: np.ndarray) -> None:
         a = np.empty(self.shape, f32)

@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from operator import index
+from typing import Any
 
 import numpy as np
 
@@ -44,20 +45,23 @@ class Order:
         n: int,  # examples, at least 1
         seed: int,  # stream of the shuffles, taken modulo 2^64
     ):
-        self.n = index(n)
+        self.n: int = index(n)
         self._go(index(seed) & MASK, 0, 0)
 
-    def _go(self, seed, epoch, start):
+    def _go(self, seed: int, epoch: int, start: int) -> None:
         order = epoch_order(self.n, seed, epoch)
+        self.seed: int
+        self.epoch: int
+        self.index: int
         self.seed, self.epoch, self.index, self._order = seed, epoch, start, order
 
-    def state(self) -> dict:  # data_seed, data_epoch, data_index: integers
+    def state(self) -> dict[str, int]:  # data_seed, data_epoch, data_index: integers
         "The place of the next example, as a checkpoint stores it."
         return dict(zip(PLACE, (self.seed, self.epoch, self.index)))
 
     def restore(self,
-        state,  # a mapping with the three keys, or an object with such attributes
-    ):
+        state: Any,  # a mapping with the three keys, or an object with such attributes
+    ) -> None:
         "Go to a stored place; a place that does not exist changes nothing."
         self._go(*_place(state, self.n))
 
@@ -88,7 +92,7 @@ class Batches(Order):
     ):
         if index(size) < 1: raise ValueError(f'a batch needs an example, got size {size}')
         super().__init__(n, seed)
-        self.size = index(size)
+        self.size: int = index(size)
 
     def __next__(self) -> np.ndarray:  # int64: `size` positions, or what the epoch has left
         batch = self._order[self.index:self.index + self.size].copy()
@@ -103,7 +107,7 @@ class Batches(Order):
 
     def __len__(self) -> int: return (self.n - 1) // self.size + 1  # batches in an epoch
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (f'Batches(n={self.n}, size={self.size}, seed={self.seed}): '
                 f'epoch {self.epoch}, {self.index} of {self.n} done')
 

@@ -76,7 +76,7 @@ class Config:
     gemm: str  # who multiplies matrices, in this thread: blas or pinned
     subnormals: str  # kept, or flushed to zero
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return '\n'.join(f'{name:13} {value}' for name, value in self._rows())
 
     def _repr_html_(self):

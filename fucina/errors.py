@@ -46,7 +46,7 @@ __all__ = ['FucinaError', 'OptimError', 'StateDictError', 'SafetensorsError', 'T
 # %% ../nbs/00_errors.ipynb #41d9c4fb
 class FucinaError(Exception):
     "Base of all exceptions of the package."
-    __str__ = Exception.__str__
+    def __str__(self) -> str: return Exception.__str__(self)
 
 # %% ../nbs/00_errors.ipynb #660e2d7a
 class OptimError(FucinaError): "Optimizers: parameters, steps, saved state."

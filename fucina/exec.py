@@ -42,9 +42,11 @@ class Pool:
         cap: int,  # bytes to keep at most
     ):
         self.free: dict[tuple[int, ...], list[np.ndarray]] = {}
-        self.cap = cap
-        self.taken = self.fresh = self.escaped = 0
-        self.most = 0  # bytes that may be on the shelves; fewer if arrays escaped
+        self.cap: int = cap
+        self.taken: int = 0
+        self.fresh: int = 0
+        self.escaped: int = 0
+        self.most: int = 0  # bytes that may be on the shelves; fewer if arrays escaped
 
     @property
     def cached(self) -> int:
@@ -71,12 +73,12 @@ class ThreadState:
 
     def __init__(self):
         self.scope: Any = None          # the innermost open scope or backward pass
-        self.no_grad = 0                # depth of `no_grad` blocks
+        self.no_grad: int = 0                # depth of `no_grad` blocks
         self.gemm: str | None = None    # the context's product, None: the process default
-        self.debug = False
+        self.debug: bool = False
         self.contexts: list[ExecContext] = []
         self.default: ExecContext | None = None
-        self.recompute = False          # inside the recompute of a checkpoint
+        self.recompute: bool = False          # inside the recompute of a checkpoint
         self.outsiders: Any = None      # see `checkpoint`
         self.passes: tuple[int, ...] = ()  # marks of the backward passes under way
 
@@ -122,7 +124,7 @@ class Block:
     "Base of what a `with` statement takes; `_leave` does the work of `__exit__`."
 
     __slots__ = ('_exit', '__weakref__')
-    __exit__ = _Exit()
+    __exit__: Any = _Exit()
 
     def __init__(self): self._exit: Callable[[], Any] = _nobody
 
@@ -155,11 +157,17 @@ class Record:
         outer: Any,  # scope around this one, or None
         where: tuple[Any, int],  # code object and instruction that opened it
     ):
-        self.context, self.pool, self.free = context, context.pool, context.pool.free
+        self.context: ExecContext = context
+        self.pool: Pool = context.pool
+        self.free: dict[tuple[int, ...], list[np.ndarray]] = context.pool.free
         self.results: list[Any] = []
         self.owned: list[tuple[np.ndarray, list[np.ndarray]]] = []
-        self.outer, self.where, self.closed = outer, where, False
-        self.count = self.nbytes = self.peak = 0
+        self.outer: Any = outer
+        self.where: tuple[Any, int] = where
+        self.closed: bool = False
+        self.count: int = 0
+        self.nbytes: int = 0
+        self.peak: int = 0
         self.state: Any = None  # of the thread that opened it
         self.watch: Any = None
 
@@ -358,10 +366,12 @@ class ExecContext(Block):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise TypeError(f'{name} must be an integer, got {value!r}')
             if value < least: raise ValueError(f'{name} must be >= {least}, got {value}')
-        self.workers, self.debug, self.gemm = workers, bool(debug), gemm
-        self.pool = Pool(int(cache_bytes))
+        self.workers: int | None = workers
+        self.debug: bool = bool(debug)
+        self.gemm: str | None = gemm
+        self.pool: Pool = Pool(int(cache_bytes))
         self.scopes: list[Record] = []
-        self.closed = False
+        self.closed: bool = False
         self._thread: int | None = None  # the thread it is active in
         self._entries: list[_Entry] = []
 

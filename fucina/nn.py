@@ -27,8 +27,10 @@ class Linear:
         out_tag: str = 'out',  # axis of the output
         bias: bool = True,  # False: y = Wx
     ):
-        self.w = kaiming_uniform((n_out, n_in), (out_tag, in_tag), seed, requires_grad=True)
-        self.b = zeros(n_out, (out_tag,), requires_grad=True) if bias else None
+        tags = out_tag, in_tag
+        self.w: Tensor = kaiming_uniform((n_out, n_in), tags, seed, requires_grad=True)
+        self.b: Tensor | None = None
+        if bias: self.b = zeros(n_out, (out_tag,), requires_grad=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         "x with its input axis replaced by the output axis."
@@ -67,8 +69,9 @@ class MLP:
         names = _intern_tags(tags)
         if len(names) != len(sizes): raise TagError(f'{len(names)} tags for sizes {sizes}')
         self.activation = activation
-        self.layers = [Linear(sizes[k], sizes[k + 1], seed=rng.at(seed, k), in_tag=names[k],
-                              out_tag=names[k + 1]) for k in range(len(sizes) - 1)]
+        self.layers: list[Linear] = [
+            Linear(sizes[k], sizes[k + 1], seed=rng.at(seed, k), in_tag=names[k],
+                   out_tag=names[k + 1]) for k in range(len(sizes) - 1)]
 
     def __call__(self, x: Tensor) -> Tensor:
         "Logits: x with its input axis replaced by the last one."

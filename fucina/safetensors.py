@@ -58,7 +58,9 @@ class DType(Enum):
         bitsize: int,  # bits of an element
         storage: str,  # NumPy's code for it; '' if it has none
     ):
-        self.order, self.bitsize, self.storage = order, bitsize, storage
+        self.order: int = order
+        self.bitsize: int = bitsize
+        self.storage: str = storage
         self.string: str = self._name_  # the tag in the header
 
     @classmethod
@@ -537,7 +539,8 @@ class Buffer(Tensors):
         data: memoryview,  # the bytes behind the header
     ):
         super().__init__({row[2]: row for row in rows})
-        self.metadata, self.data = metadata, data.toreadonly()
+        self.metadata: dict[str, str] = metadata
+        self.data: memoryview = data.toreadonly()
 
     def _rows(self) -> Iterator[tuple[Row, memoryview]]:
         return zip(self._open().values(), repeat(self.data))
@@ -752,6 +755,8 @@ class Sharded(Tensors):
         index_path: str | os.PathLike[str],  # a JSON file: which tensor is in which file
         load: Callable[[str], File],  # opens one of the files
     ):
+        self.files: dict[str, File]
+        self.total_size: int | None
         self.files, tensors, self.total_size = _open_files(index_path, load)
         super().__init__(tensors)
 

@@ -48,7 +48,8 @@ class Operators(Picks):
         if isinstance(other, Named): return self.div(other)
         return self.div_scalar(_number(other))
 
-    __radd__, __rmul__ = __add__, __mul__
+    def __radd__(self: O, other: Any) -> O: return self + other
+    def __rmul__(self: O, other: Any) -> O: return self * other
 
     def __rsub__(self: O, other: Any) -> O: return self.neg().add_scalar(_number(other))
 

@@ -37,9 +37,11 @@ class CustomOp:
         forward: Callable[..., Any],  # float32 arrays -> float32 array
         tags: Callable[..., Any] | None,  # of the inputs -> of the result; None: the first
     ):
-        self.forward, self.tags = forward, tags
+        self.forward: Callable[..., Any] = forward
+        self.tags: Callable[..., Any] | None = tags
         self.backward: Callable[..., Any] | None = None
-        self.__name__, self.__doc__ = forward.__name__, forward.__doc__
+        self.__name__: str = forward.__name__
+        self.__doc__ = forward.__doc__
 
     def __repr__(self) -> str:
         return f'custom operation {self.__name__}{"" if self.backward else ", no VJP yet"}'

@@ -127,8 +127,9 @@ class Run:
     accum: int = 1  # batches in a window
     taken: int = 0  # batches so far
 
-    def __post_init__(self):
-        self.opt, self.sched = AdamW(lr=LR, weight_decay=DECAY), LrSchedule()
+    def __post_init__(self) -> None:
+        self.opt: AdamW = AdamW(lr=LR, weight_decay=DECAY)
+        self.sched: LrSchedule = LrSchedule()
         self.register()
         self.sched.attach(self.opt)
 
@@ -196,7 +197,7 @@ def confusion(
 def draw_losses(
     ax: Any,  # matplotlib axes
     losses: Curve | Mapping[str, Curve],  # of one run, or of several by name
-):
+) -> None:
     "The loss of each step, and where labels smoothed like ours put the floor."
     rest = SMOOTHING / 10
     top = 1 - SMOOTHING + rest
@@ -207,7 +208,7 @@ def draw_losses(
 def draw_confusion(
     ax: Any,  # matplotlib axes
     counts: np.ndarray,  # (10, 10)
-):
+) -> None:
     "A matrix of counts, errors in orange."
     ax.imshow(np.where(np.eye(10), 0, counts), cmap='Oranges', vmin=0, vmax=4)
     for (row, column), n in np.ndenumerate(counts):
@@ -336,7 +337,7 @@ def learn(
 def draw_result(
     path: Path,  # picture to write
     result: Result,  # of `learn`
-):
+) -> None:
     "Save the losses and the confusion matrix as one figure."
     fig = new_figure(9, 4)
     left, right = fig.subplots(1, 2)

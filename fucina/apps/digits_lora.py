@@ -64,7 +64,8 @@ class Trained:
         net: Net,  # frozen
         adapters: Adapters,  # of its weights
     ):
-        self.net, self.adapters = net, adapters
+        self.net: Net = net
+        self.adapters: Adapters = adapters
 
     def __call__(self, x: Tensor) -> Tensor:
         with self.adapters.training(): return self.net(x)
@@ -205,7 +206,7 @@ def learn(
 def draw_result(
     path: Path,  # picture to write
     result: Result,  # of `learn`
-):
+) -> None:
     "Save the losses and the accuracies as one figure."
     fig = new_figure(9, 4)
     left, right = fig.subplots(1, 2)

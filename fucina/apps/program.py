@@ -91,7 +91,7 @@ def add_common_flags(
     seed: str,  # what the seed decides, and what it is without the flag
     target: float,  # accuracy to reach, as a share
     gemm: bool = True,  # its bits depend on how matrices are multiplied
-):
+) -> None:
     "Give a program `--seed`, `--threads`, `--target`, `--plot`, and `--gemm` if need be."
     add = parser.add_argument
     add('--seed', type=whole, metavar='N', help=seed)
@@ -115,7 +115,7 @@ def folder(
 
 def add_checkpoint_flags(
     parser: Parser,  # gets the flags
-):
+) -> None:
     "Give a program `--save`, `--save-every` and `--resume`."
     add = parser.add_argument
     add('--save', type=Path, metavar='DIR', help='keep the checkpoints of the run in DIR')

@@ -272,7 +272,7 @@ def draw_results(
     results: Sequence[Result],  # a plane for each
     points: np.ndarray,  # (n, 2)
     labels: np.ndarray,  # (n,)
-):
+) -> None:
     "Save the planes of all runs and their losses as one figure."
     fig = new_figure(3.2 * (len(results) + 1), 3.2)
     *planes, last = fig.subplots(1, len(results) + 1)

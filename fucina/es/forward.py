@@ -122,7 +122,9 @@ class Layers:
         biases: Sequence[Tensor],  # f32, one for every layer
         layers: Sequence[Frozen],  # ternary, (outputs, features) each
     ):
-        self.first, self.biases, self.layers = first, list(biases), list(layers)
+        self.first: Tensor = first
+        self.biases: list[Tensor] = list(biases)
+        self.layers: list[Frozen] = list(layers)
         sizes = [first.shape[1], *[w.shape[0] for w in layers]]
         if [w.shape[1] for w in layers] != sizes[:-1]: raise ShapeMismatchError(
             f'no chain: {describe(first)}, {", ".join(map(describe, layers))}')

@@ -272,7 +272,8 @@ class Kept:
     "Room for the noise of a population."
 
     def __init__(self, members: int, size: int):
-        self.noise, self.filled = np.empty((members, size), f32), np.zeros(members, bool)
+        self.noise: np.ndarray = np.empty((members, size), f32)
+        self.filled: np.ndarray = np.zeros(members, bool)
         self._of: Any = None
 
     def begin(self, iteration: Any) -> None:

@@ -76,7 +76,8 @@ class Replicas:
         score: Callable[[Any], Any],  # model -> reward; called on several threads
         workers: int,  # models to make
     ):
-        self.trainer, self.score = trainer, score
+        self.trainer: Trainer = trainer
+        self.score: Callable[[Any], Any] = score
         self.models: list[Any] = []
         self.memory: list[list[np.ndarray]] = []  # per model: floats, then genomes
         slots = [*trainer.floats.slots, *trainer.genomes.slots]

@@ -171,7 +171,8 @@ class Packed:
         tags: Any,  # two, 'out in'
         shape: Sequence[int],  # two, the second a multiple of 256
     ):
-        self.tags, self.shape = _intern_tags(tags), tuple([index(n) for n in shape])
+        self.tags: tuple[str, ...] = _intern_tags(tags)
+        self.shape: tuple[int, ...] = tuple([index(n) for n in shape])
         if len(self.tags) != 2 or len(self.shape) != 2: raise TagError(
             f'a ternary matrix has two axes, got tags {self.tags}, shape {self.shape}')
         check_shape(self.shape, self.tags)
@@ -179,7 +180,7 @@ class Packed:
             f'rows of {self.shape[1]} are no whole number of blocks of {BLOCK}')
         check_length(block_bytes(blocks), self.shape[0] * self.shape[1])
         check_codes(block_bytes(blocks))
-        self.blocks = blocks
+        self.blocks: np.ndarray = blocks
 
 # %% ../../nbs/13a_es_ternary.ipynb #93a1af07
 class Sized(Packed):

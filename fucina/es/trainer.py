@@ -56,7 +56,7 @@ class Setup:
         own = list(inspect.signature(Setup.__init__).parameters.values())[1:3]
         fields = inspect.signature(Config).parameters.values()
         keywords = [p.replace(kind=p.KEYWORD_ONLY) for p in fields]
-        cls.__signature__ = inspect.Signature([*own, *keywords])
+        cls.__signature__: Any = inspect.Signature([*own, *keywords])
 
     def __init__(self,
         config: Config | None = None,  # one record with all settings
@@ -70,12 +70,14 @@ class Setup:
                             f'{type(config).__name__}; then register each with add_param')
         elif fields: raise TypeError('one Config or keywords, not both')
         _check(config, nonfinite)
-        self.config, self.nonfinite = copy(config), nonfinite
-        self.iteration = 0  # updates so far; a resumed run sets it
-        self.floats, self.genomes = Floats(), TernarySlots()
+        self.config: Config = copy(config)
+        self.nonfinite: str = nonfinite
+        self.iteration: int = 0  # updates so far; a resumed run sets it
+        self.floats: Floats = Floats()
+        self.genomes: TernarySlots = TernarySlots()
         self._trial: Trial | None = None
         self._kept: Kept | None = None
-        self.history = History()  # of updates, for workers elsewhere
+        self.history: History = History()  # of updates, for workers elsewhere
 
 # %% ../../nbs/13d_es.ipynb #eefbbb94
 class Guarded(Setup):

@@ -70,14 +70,21 @@ class Factors:
         dropout_p: float = 0.0,  # share of the inputs hidden from A in training, below 1
         seed: int,  # of A
     ):
+        self.in_tag: str
+        self.out_tag: str
         self.in_tag, self.out_tag = tags = _intern_tags((in_tag, out_tag))
         if RANK_TAG in tags: raise TagError(f'{RANK_TAG!r} is the axis between A and B')
         n, m = coerced('in_dim', int, in_dim), coerced('out_dim', int, out_dim)
-        self.in_dim, self.out_dim, self.alpha = n, m, real('alpha', alpha)
-        self.rank = r = _rank(rank, {in_tag: n, out_tag: m})
-        self.dropout_p, self.scale = _rate(dropout_p), self.alpha / f32(r)
-        self.a = kaiming_uniform((r, n), (RANK_TAG, in_tag), seed, requires_grad=True)
-        self.b = zeros((m, r), (out_tag, RANK_TAG), requires_grad=True)
+        r = _rank(rank, {in_tag: n, out_tag: m})
+        self.in_dim: int = n
+        self.out_dim: int = m
+        self.rank: int = r
+        self.alpha: np.float32 = real('alpha', alpha)
+        self.scale: np.float32 = self.alpha / f32(r)
+        self.dropout_p: np.float32 = _rate(dropout_p)
+        a = kaiming_uniform((r, n), (RANK_TAG, in_tag), seed, requires_grad=True)
+        self.a: Tensor = a
+        self.b: Tensor = zeros((m, r), (out_tag, RANK_TAG), requires_grad=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__ and name not in ('a', 'b'):

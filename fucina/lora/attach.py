@@ -46,7 +46,10 @@ class Weight:
         adapter: Adapter,  # its correction
         mask: Callable[[], int | None],  # gives the seed for dropout, or None
     ):
-        self.name, self.base, self.adapter, self._mask = name, base, adapter, mask
+        self.name: str = name
+        self.base: Any = base
+        self.adapter: Adapter = adapter
+        self._mask = mask
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -241,8 +244,9 @@ class Masks:
         seed: int,  # of the run
         count: int,  # how many targets share a step
     ):
-        self.seed, self.count = index(seed) & MASK, count
-        self.step = 0  # micro-batches so far
+        self.seed: int = index(seed) & MASK
+        self.count: int = count
+        self.step: int = 0  # micro-batches so far
         self.thread: int | None = None  # which has one under way
 
     def of(self,
@@ -264,7 +268,9 @@ class AdapterMap(Mapping[str, Adapter]):
     ):
         self._adapters, self._masks = adapters, masks
         one = next(iter(adapters.values()))
-        self.rank, self.alpha, self.dropout_p = one.rank, one.alpha, one.dropout_p
+        self.rank: int = one.rank
+        self.alpha: np.float32 = one.alpha
+        self.dropout_p: np.float32 = one.dropout_p
 
     def __getitem__(self, name: str) -> Adapter: return self._adapters[name]
     def __iter__(self) -> Iterator[str]: return iter(self._adapters)

@@ -35,16 +35,17 @@ class Side:
         sizes = dict(zip(x.tags, x.shape))
         def size(tags): return math.prod([sizes[t] for t in tags])
         lead = (size(batch),) if batch else ()
-        self.order = self.back = None
-        self.swapped = x.tags == batch + cols + rows and x.tags != batch + rows + cols
+        self.order: tuple[int, ...] | None = None
+        self.back: tuple[int, ...] | None = None
+        self.swapped: bool = x.tags == batch + cols + rows and x.tags != batch + rows + cols
         if self.swapped: rows, cols = cols, rows
         wanted = batch + rows + cols
-        self.shape = lead + (size(rows), size(cols))
-        self.full = tuple([sizes[t] for t in wanted])
+        self.shape: tuple[int, ...] = lead + (size(rows), size(cols))
+        self.full: tuple[int, ...] = tuple([sizes[t] for t in wanted])
         if x.tags != wanted:
             self.order = tuple([x.tags.index(t) for t in wanted])
             self.back = tuple([wanted.index(t) for t in x.tags])
-        self.plain = self.order is None and self.shape == self.full and not batch
+        self.plain: bool = self.order is None and self.shape == self.full and not batch
 
     def matrix(self,
         a: np.ndarray,  # values of the operand
@@ -85,11 +86,12 @@ class Product:
         over = tuple([t for t in x.tags if t in over])
         rows = tuple([t for t in x.tags if t not in shared])
         cols = tuple([t for t in w.tags if t not in shared])
-        self.left, self.right = Side(x, batch, rows, over), Side(w, batch, over, cols)
-        self.tags = _intern_tags(batch + rows + cols)
+        self.left: Side = Side(x, batch, rows, over)
+        self.right: Side = Side(w, batch, over, cols)
+        self.tags: tuple[str, ...] = _intern_tags(batch + rows + cols)
         sizes = dict(zip(x.tags + w.tags, x.shape + w.shape))
-        self.shape = tuple([sizes[t] for t in self.tags])
-        self.matrix = self.left.shape[:len(self.left.shape) - 2] + (
+        self.shape: tuple[int, ...] = tuple([sizes[t] for t in self.tags])
+        self.matrix: tuple[int, ...] = self.left.shape[:len(self.left.shape) - 2] + (
             math.prod([sizes[t] for t in rows]), math.prod([sizes[t] for t in cols]))
 
 # %% ../../nbs/05c_contractions.ipynb #2b5e7866

@@ -418,17 +418,20 @@ class Plan:
         y: Named,  # right operand
         op: str,  # name of the operation, for messages
     ):
-        self.tags = _intern_tags(x._tags + tuple([t for t in y._tags if t not in x._tags]))
-        sizes = []
+        own = tuple([t for t in y._tags if t not in x._tags])
+        self.tags: tuple[str, ...] = _intern_tags(x._tags + own)
+        sizes: list[int] = []
         for t in self.tags:
             n, m = (v.shape[v._tags.index(t)] if t in v._tags else 1 for v in (x, y))
             if n != m and 1 not in (n, m):
                 raise ShapeMismatchError(f'{op}: left has {t}={n}, right has {t}={m} '
                                          f'({x._describe()}, {y._describe()})')
             sizes.append(max(n, m))
-        self.shape = tuple(sizes)
+        self.shape: tuple[int, ...] = tuple(sizes)
+        self.view: Any
+        self.back: Any
         self.view, self.back = zip(self._side(x), self._side(y))
-        self.row = (y.ndim == 1 and y._tags == self.tags[1:]
+        self.row: bool = (y.ndim == 1 and y._tags == self.tags[1:]
                     and x.shape == self.shape and y.shape == self.shape[1:])
 
     def _side(self, v: Named) -> tuple[Any, Any]:

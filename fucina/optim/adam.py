@@ -72,7 +72,8 @@ class AdamSlot(Slot):
         v: np.ndarray,  # average of its square, flat
     ):
         super().__init__(param)
-        self.m, self.v = m, v
+        self.m: np.ndarray = m
+        self.v: np.ndarray = v
 
 class Moments(Optimizer):
     "What Adam and AdamW share."
@@ -90,7 +91,8 @@ class Adam(Moments):
     "Adam (Kingma & Ba 2015), with weight decay in the gradient."
 
     config_type = AdamConfig
-    layout = Layout('Adam', (b'FZAD', b'FZD4', b'FZD5'), (Records(('m', 'v')),))
+    layout: ClassVar[Layout] = Layout('Adam', (b'FZAD', b'FZD4', b'FZD5'),
+                                      (Records(('m', 'v')),))
 
     def _update(self) -> None:
         self._run(self.config.weight_decay or None)
@@ -100,6 +102,7 @@ class AdamW(Moments):
     "Adam with decoupled weight decay (Loshchilov & Hutter 2019)."
 
     config_type = AdamWConfig
-    layout = Layout('AdamW', (b'FZA3', b'FZA4', b'FZA5'), (Records(('m', 'v')),))
+    layout: ClassVar[Layout] = Layout('AdamW', (b'FZA3', b'FZA4', b'FZA5'),
+                                      (Records(('m', 'v')),))
 
     def _update(self) -> None: self._run(None)

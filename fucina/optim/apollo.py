@@ -71,7 +71,9 @@ class Projected(Slot):
         seed: int,  # of the projections
     ):
         super().__init__(param)
-        self.rank, self.seed, self.tall = rank, seed, param.rows >= param.cols
+        self.rank: int = rank
+        self.seed: int = seed
+        self.tall: bool = param.rows >= param.cols
         self._proj: Any = None
         self.proj_chunk = NEVER
 
@@ -164,8 +166,10 @@ class ApolloSlot(Sketching):
     ):
         super().__init__(param, rank, seed)
         channels = max(param.rows, param.cols)
-        self.m, self.v = np.zeros(rank * channels, f32), np.zeros(rank * channels, f32)
-        self.scaling = np.zeros(1 if kind == ApolloScaleType.tensor else channels, f32)
+        self.m: np.ndarray = np.zeros(rank * channels, f32)
+        self.v: np.ndarray = np.zeros(rank * channels, f32)
+        count = 1 if kind == ApolloScaleType.tensor else channels
+        self.scaling: np.ndarray = np.zeros(count, f32)
         self._norm = np.full(1, -1, f32)
 
     @property
@@ -441,7 +445,8 @@ class Enlisting(Routed):
         **fields: Any,  # single settings instead, such as lr=0.1
     ):
         super().__init__(config, **fields)
-        self.slots, self.fallback_slots = Matrices(), Slots()
+        self.slots: Any = Matrices()
+        self.fallback_slots: Slots = Slots()
 
     def _lists(self) -> tuple[Slots, ...]: return self.slots, self.fallback_slots
 

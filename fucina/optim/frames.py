@@ -32,7 +32,11 @@ from ..safetensors import read_exact, shown, write_all
 class Source:
     "A stream that is read field by field."
 
-    def __init__(self, reader: Any): self.reader, self.count = reader, 0  # bytes so far
+    def __init__(self,
+        reader: Any,  # has read(n)
+    ):
+        self.reader: Any = reader
+        self.count: int = 0  # bytes so far
 
     def take(self,
         n: int,  # bytes; may be far more than there are

@@ -165,7 +165,7 @@ class Registry(Clipping):
         keywords = [p.replace(kind=p.KEYWORD_ONLY) for p in fields]
         record = inspect.Parameter('config', inspect.Parameter.POSITIONAL_ONLY,
                                    default=None)
-        cls.__signature__ = inspect.Signature([record, *keywords])
+        cls.__signature__: Any = inspect.Signature([record, *keywords])
 
     def __init__(self,
         config: Any = None,  # one record with all settings
@@ -179,7 +179,8 @@ class Registry(Clipping):
                             f'one {kind.__name__}, got {type(config).__name__}; then '
                             'register each parameter with add_param')
         elif fields: raise TypeError(f'one {kind.__name__} or keywords, not both')
-        self.config, self.slots = deepcopy(config), Slots()
+        self.config: Any = deepcopy(config)
+        self.slots: Any = Slots()  # or a list of another kind
 
 # %% ../../nbs/11a_moments.ipynb #5e771265
 class Settings(Registry):

@@ -185,7 +185,7 @@ class Batch(Slots):
         super().__init__(slots)
         self._starts = np.cumsum([0, *(len(s.param) for s in slots)], dtype=i64)
         self._shapes = np.array([(s.param.rows, s.param.cols) for s in slots], f32)
-        self.size = int(self._starts[-1])
+        self.size: int = int(self._starts[-1])
 
     def _orthogonalise(self, u, steps):
         for slot, start, found in zip(self, self._starts, self._found):
@@ -218,7 +218,7 @@ class Sorting(Routed):
         **fields: Any,  # single settings instead, such as lr=0.1
     ):
         super().__init__(config, **fields)
-        self.fallback = AdamW(self.config.fallback)
+        self.fallback: AdamW = AdamW(self.config.fallback)
         self._batches: list[Batch] = []
 
     def _lists(self) -> tuple[Slots, ...]: return self.slots, self.fallback.slots

@@ -48,10 +48,13 @@ class Param:
         t: Named,  # a contiguous float variable; a typed error for anything else
         name: str | None = None,  # None: numbered by the optimizer
     ):
-        self.tensor, self.name, self.master = _checked(t), name, np.empty(0, f32)
+        self.tensor: Named = _checked(t)
+        self.name: str | None = name
+        self.master: np.ndarray = np.empty(0, f32)
         shape = t.shape or (1,)
-        self.rows, self.raw_rank = shape[0], len(shape)
-        self.cols = int(np.prod(shape[1:]))
+        self.rows: int = shape[0]
+        self.raw_rank: int = len(shape)
+        self.cols: int = int(np.prod(shape[1:]))
 
     @classmethod
     def of(cls,
@@ -103,7 +106,8 @@ class Slot:
     def __init__(self,
         param: Param,  # whose state it is
     ):
-        self.param, self._step = param, np.zeros(1, u64)
+        self.param: Param = param
+        self._step = np.zeros(1, u64)
         keep_master(param)
 
     @property
@@ -181,7 +185,8 @@ class SlotList:
         slots: tuple[Slot, ...] = (),  # to begin with
     ):
         self._slots: list[Any] = list(slots)
-        self.leaves = {s.param.grad_state for s in slots}  # where their gradients arrive
+        # Where their gradients arrive.
+        self.leaves: set[Any] = {s.param.grad_state for s in slots}
         self._ready, self._rows = False, np.zeros((0, 3), i64)  # made when needed
 
     def __len__(self) -> int: return len(self._slots)
