@@ -1,7 +1,9 @@
 """Every optimizer in every storage: resume, threads, gradients of all kinds. A new one adds a row."""
 import copy
 import gc
+import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,8 +29,22 @@ ROWS = {  # name: optimizer, settings, and again for each storage of the state
     'muon': ('Muon', dict(lr=0.05, weight_decay=0.1), dict(state_dtype='bf16'), FALLBACK),
     'muon rms': ('Muon', dict(lr=0.05, momentum=0.4, nesterov=False, scale='match_rms_adamw')),
     'apollo': ('Apollo', dict(lr=0.05, rank=3, update_proj_gap=3, weight_decay=0.1)),
+    'lion': ('Lion', dict(lr=0.01, weight_decay=0.1), dict(state_dtype='bf16')),  # of a guide
     'apollo tensor': ('Apollo', dict(lr=0.01, rank=1, scale_type='tensor', scale=2.0, seed=2**64 - 1)),
 }
+GUIDE = Path(__file__).parents[1]/'nbs'/'32e_own_optimizer.ipynb'
+
+
+def written_in(guide):
+    "The class that a guide builds, from its cells."
+    names = {'__name__': 'guide'}
+    for cell in json.loads(guide.read_text(encoding='utf-8'))['cells']:
+        code = ''.join(cell['source'])
+        if cell['cell_type'] == 'code' and not code.startswith('#| hide'): exec(code, names)
+        if 'Lion' in names: return names['Lion']
+
+
+kinds = {**vars(optim), 'Lion': written_in(GUIDE)}
 CASES = {f'{name}{" " * bool(state)}{" ".join(f"{k[:6]}" for k in state)}':
          (kind, {**fields, **state}) for name, (kind, fields, *states) in ROWS.items()
          for state in ({}, *filter(None, states))}
@@ -45,7 +61,7 @@ def pinned():
 
 def build(kind, fields, dtype='f32', shapes=SHAPES, values=None):
     "An optimizer of one parameter per shape; some have names."
-    opt, ts = getattr(optim, kind)(**fields), {}
+    opt, ts = kinds[kind](**fields), {}
     for k, (name, shape) in enumerate(shapes.items()):
         start = uniform_fill(k, np.empty(shape, f32), -1, 1) if values is None else values[name]
         ts[name] = fucina.variable(start, len(shape), dtype=dtype) if values is None else \
@@ -169,7 +185,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_stays_in_its_parameter(kind,
     report = opt.finite_report()
     assert list(report.values()) == [(int(np.isnan(bad)), int(np.isinf(bad)), 35)]
     assert 'wide' in next(iter(report)) and not np.isfinite(opt.grad_squared_norm())
-    others = optim.OptimizerSet([getattr(optim, kind)(), opt])
+    others = optim.OptimizerSet([kinds[kind](), opt])
     assert list(others.finite_report()) == [f'1.{name}' for name in report]
     opt.step()
     for k, p in ts.items(): assert np.isfinite(p.numpy()).all() == (k != 'wide') or k == 'wide'
@@ -179,7 +195,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_stays_in_its_parameter(kind,
 
 @every
 def test_large_gradients_have_a_norm(kind, fields):
-    opt, w = getattr(optim, kind)(**fields), fucina.variable(np.zeros((16, 8)), 2)
+    opt, w = kinds[kind](**fields), fucina.variable(np.zeros((16, 8)), 2)
     opt.add_param(w)
     w.set_grad(np.full((16, 8), 1e19))
     assert opt.grad_squared_norm() == 128 * float(f32(1e19))**2 and opt.finite_report() == {}
@@ -228,8 +244,8 @@ def test_settings_of_every_number_type(kind, fields):
         wrong = ('0.1', None, 1j, [1], object()) + (() if config._kinds[name] is bool else (True,))
         for bad in wrong:
             if config._kinds[name] in (float, int, bool) or not isinstance(bad, str):
-                with pytest.raises(TypeError, match=name): getattr(optim, kind)(**{**fields, name: bad})
-    with pytest.raises(TypeError, match='bogus'): getattr(optim, kind)(bogus=1)
+                with pytest.raises(TypeError, match=name): kinds[kind](**{**fields, name: bad})
+    with pytest.raises(TypeError, match='bogus'): kinds[kind](bogus=1)
 
 
 @every
@@ -255,7 +271,7 @@ def test_a_duplicate_is_refused_with_both_names(kind, fields):
         for add in adders:
             with pytest.raises(optim.DuplicateParamError, match=f'as {known[t]}, .* as again'):
                 add(t, name='again')
-    other = getattr(optim, kind)()
+    other = kinds[kind]()
     other.add_param(ts['wide'], name='second')
     with pytest.raises(optim.DuplicateParamError, match='second of .* as .* of'):
         optim.OptimizerSet([opt]).add(other)

@@ -19,13 +19,14 @@ def execute(path):
         if cell.cell_type == 'code' and 'eval: false' in directives(cell.source)[0]:
             frozen[cell.id] = cell.source, cell.outputs
             cell.source = ''
-    client = NotebookClient(nb, timeout=900, kernel_name='python3', store_widget_state=False,
+    client = NotebookClient(nb, timeout=900, kernel_name='python3',
+                            store_widget_state=False,
                             resources={'metadata': {'path': str(path.parent)}})
     client.execute()
     for cell in nb.cells:
         if cell.id in frozen: cell.source, cell.outputs = frozen[cell.id]
-        elif cell.cell_type == 'code':  # a bar of progress is gone when the cell is done
-            cell.outputs = [out for out in cell.outputs if WIDGET not in out.get('data', {})]
+        elif cell.cell_type == 'code':  # bars of progress need a running kernel
+            cell.outputs = [o for o in cell.outputs if WIDGET not in o.get('data', {})]
     nbformat.write(nb, path)
 
 
