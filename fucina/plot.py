@@ -114,7 +114,7 @@ def _tensors(model: Any) -> tuple[list[tuple[str, np.ndarray]], str]:
 def weight_histograms(
     model: Any,  # an object that holds tensors, or a registry
     ax: Any = None,  # matplotlib axes; None: new ones
-    bins: int = 80,
+    bins: int = 80,  # bars of each histogram
 ) -> Any:  # the axes
     "How the values of each tensor are spread, one row each."
     ax, (tensors, more) = _axes(ax), _tensors(model)
@@ -185,9 +185,13 @@ def in_jupyter() -> bool:
 class Values:
     "Values by name and step."
 
-    def __init__(self): self.steps, self.curves = 0, dict[str, dict[int, float]]()
+    def __init__(self):
+        self.steps: int = 0
+        self.curves: dict[str, dict[int, float]] = {}
 
-    def add(self, **values: float) -> None:
+    def add(self,
+        **values: float,  # a number for each name
+    ) -> None:
         "What one step has measured; not every step needs every name."
         for name, value in values.items():
             self.curves.setdefault(name, {})[self.steps] = float(value)
@@ -201,9 +205,14 @@ class Values:
 class Picture(Values):
     "The same, drawn."
 
-    def __init__(self, every: float, options: dict[str, Any]):
+    def __init__(self,
+        every: float,  # seconds between two pictures, at least
+        options: dict[str, Any],  # of `loss_curves`
+    ):
         super().__init__()
-        self.every, self.options, self.due = every, options, -np.inf
+        self.every: float = every
+        self.options: dict[str, Any] = options
+        self.due: float = -np.inf
         self._handle: Any = None
 
     def _repr_png_(self) -> bytes:
@@ -231,7 +240,9 @@ class Live(Picture):
     ):
         super().__init__(every, options)
 
-    def add(self, **values: float) -> None:
+    def add(self,
+        **values: float,  # a number for each name
+    ) -> None:
         "What one step has measured; not every step needs every name."
         super().add(**values)
         if time.perf_counter() >= self.due: self.show()

@@ -257,8 +257,10 @@ def normal_fill(
 LN = tuple(f32(c) for c in (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
     -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1))
-LN2_HI, LN2_LO = f32(0.693359375), f32(-2.12194440e-4)  # sum: ln 2
-SQRT_HALF, HALF_PI = f32(math.sqrt(0.5)).view(i32), f32(math.pi / 2)
+LN2_HI: np.float32 = f32(0.693359375)  # with the next: ln 2
+LN2_LO: np.float32 = f32(-2.12194440e-4)
+SQRT_HALF: np.int32 = f32(math.sqrt(0.5)).view(i32)
+HALF_PI: np.float32 = f32(math.pi / 2)
 SIN = tuple(f32(c) for c in (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1))
 COS = tuple(f32(c) for c in (
     2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2))

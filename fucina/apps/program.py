@@ -20,7 +20,7 @@ from tqdm import TqdmWarning
 
 from ..errors import UnknownArgumentError
 from ..exec import GEMM_MODES
-from ..plot import in_jupyter, need, new_figure  # noqa: F401
+from ..plot import in_jupyter, need
 from ..training_checkpoint import latest_committed
 
 # %% ../../nbs/19b_program.ipynb #64d397ec

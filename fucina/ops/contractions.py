@@ -28,9 +28,9 @@ class Side:
 
     def __init__(self,
         x: Any,  # operand: a tensor or a packed matrix
-        batch: tuple,  # tags that count the matrices
-        rows: tuple,  # tags that become the rows
-        cols: tuple,  # tags that become the columns
+        batch: tuple[str, ...],  # tags that count the matrices
+        rows: tuple[str, ...],  # tags that become the rows
+        cols: tuple[str, ...],  # tags that become the columns
     ):
         sizes = dict(zip(x.tags, x.shape))
         def size(tags): return math.prod([sizes[t] for t in tags])
@@ -123,7 +123,7 @@ def multiply(
     state: ThreadState,  # of this thread
     a: np.ndarray,  # left factor, a matrix or a stack of them
     b: np.ndarray,  # right factor
-    shape: tuple,  # of the product
+    shape: tuple[int, ...],  # of the product
 ) -> np.ndarray:
     "The product in the mode of this thread."
     out = empty(state, shape)

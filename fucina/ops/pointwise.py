@@ -24,11 +24,14 @@ from .views import N, Views, _sum_cols, as_view, only_f32, sum_axes
 from ..rng import word
 
 # %% ../../nbs/05_pointwise.ipynb #7ad50e45
-ROUND = f32(1.5 * 2**23)  # adding it leaves a float32 no room for a fraction
-LOG2_E, LN2_HI, LN2_LO = f32(1 / math.log(2)), f32(0.693359375), f32(-2.12194440e-4)
+ROUND: np.float32 = f32(1.5 * 2**23)  # adding it leaves a float32 no room for a fraction
+LOG2_E: np.float32 = f32(1 / math.log(2))
+LN2_HI: np.float32 = f32(0.693359375)
+LN2_LO: np.float32 = f32(-2.12194440e-4)
 EXP = tuple(f32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3,
                              4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1))
-GELU_A, GELU_B = f32(0.7978845608028654), f32(0.044715)
+GELU_A: np.float32 = f32(0.7978845608028654)
+GELU_B: np.float32 = f32(0.044715)
 
 # %% ../../nbs/05_pointwise.ipynb #29526bdb
 @inline
@@ -83,7 +86,7 @@ def sigmoid32(
 def each(
     f: Callable,  # a kernel over flat arrays, or a ufunc; the last array is written
     *arrays: np.ndarray,  # same size, C-contiguous
-    scalars: tuple = (),  # before the arrays
+    scalars: tuple[Any, ...] = (),  # before the arrays
 ) -> np.ndarray:  # the last array
     "Run an elementwise loop, on several threads if it is long."
     flat = [a if a.ndim == 1 else a.reshape(-1) for a in arrays]
@@ -204,7 +207,7 @@ def unary(
     forward: Callable,  # (scalars..., x, y): writes y
     grad: Callable,  # (scalars..., gy, x or y, gx): writes gx
     saves: int,  # what `grad` reads: 0 for x, 1 for y
-    scalars: tuple = (),  # float32, passed first to both
+    scalars: tuple[Any, ...] = (),  # float32, passed first to both
 ) -> N:
     "A pointwise operation; `grad` reads the input (`saves` = 0) or the output (1)."
     a = x._data

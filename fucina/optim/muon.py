@@ -47,7 +47,9 @@ def _norm(x, scratch):
     return math.sqrt(sum_squares(x))
 
 # %% ../../nbs/11d_muon.ipynb #1fdef574
-A, B, C = f32(3.4445), f32(-4.7750), f32(2.0315)
+A: np.float32 = f32(3.4445)
+B: np.float32 = f32(-4.7750)
+C: np.float32 = f32(2.0315)
 
 @kernel
 def _blend(x, p, y, q):
@@ -254,9 +256,10 @@ class Together(Sorting):
 class Muon(Together):
     "Muon (Jordan 2024) for matrices, AdamW for the rest."
 
-    layout = Layout('Muon', (b'FZM3', b'FZM4', b'FZM5'), (Records(('momentum',), ()),),
-                    (('scale', 'u1'), ('nesterov', 'u1'), ('ns_steps', '<u4')),
-                    paths=('muon',), fallback=True)
+    layout: ClassVar[Layout] = Layout(
+        'Muon', (b'FZM3', b'FZM4', b'FZM5'), (Records(('momentum',), ()),),
+        (('scale', 'u1'), ('nesterov', 'u1'), ('ns_steps', '<u4')),
+        paths=('muon',), fallback=True)
 
     def _update_matrices(self):
         if sum(map(len, self._batches)) < len(self.slots):
