@@ -36,9 +36,10 @@ def methods(cls, public):
 
 def entry(obj, name, level):
     "Heading, signature with a comment for each parameter, and docstring."
-    if inspect.isclass(obj) and issubclass(obj, Enum):
-        values = ', '.join(f'`{value}`' for value in obj.__members__)
-        return f'---\n\n{"#" * level} {name}\n\nOne of {values}.\n\n*{inspect.getdoc(obj)}*'
+    if inspect.isclass(obj) and issubclass(obj, (Enum, Exception)):  # not much of a call
+        values = ', '.join(f'`{value}`' for value in getattr(obj, '__members__', ()))
+        choice = f'One of {values}.\n\n' if values else ''
+        return f'---\n\n{"#" * level} {name}\n\n{choice}*{inspect.getdoc(obj)}*'
     doc = show_doc(obj, name=name, title_level=level, renderer=BasicMarkdownRenderer)
     return doc._repr_markdown_().replace('#LNone', '')
 
