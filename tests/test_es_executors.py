@@ -220,6 +220,28 @@ def test_what_no_reward_explains_begins_a_new_run(change):
         assert executor.snapshots == 2
 
 
+@pytest.mark.parametrize('mode, snapshots', [('regenerate', 4), ('snapshot', 1)])
+def test_members_in_the_weights_leave_rounding_that_travels(mode, snapshots):
+    one, many, executor = Narrow(), Narrow(), Here(1)
+    for t in range(8):
+        for m in (one, many):
+            m.trainer.config.restore_mode = mode
+            if t % 2: m.trainer.step(lambda k: k % 3)         # moves the weights, member by member
+        if t % 2: continue
+        one.trainer.update(one.trainer.evaluate_members(one))
+        run(many, build_narrow, 1, executor, workers=1, check_every=1)
+    assert weights(one.trainer) == weights(many.trainer) and executor.snapshots == snapshots
+
+
+def test_members_in_a_genome_leave_nothing():
+    search = TRITS(42, population=4)
+    trits = Trainer(search.trainer.config)
+    for s in search.trainer.genomes.slots: trits.add_ternary_param(s.blocks)
+    trits.history.begin(0)
+    trits.step(lambda member: member)
+    assert trits.history.since(0) and not len(trits.floats)
+
+
 def test_weights_that_differ_are_found():
     make = partial(FLOATS, population=6)
     search, executor = make(42), Here(2)

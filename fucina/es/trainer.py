@@ -237,7 +237,9 @@ class Returning(Trying):
 
     def _leave(self, trial: Trial) -> None:
         if trial.copied: self.floats.put_back()
-        else: self.floats.perturb(trial.streams._replace(weights=-trial.streams.weights))
+        else:
+            self.floats.perturb(trial.streams._replace(weights=-trial.streams.weights))
+            if len(self.floats): self.history.forget()  # what was rounded is in no reward
         self.genomes.restore()
         self._trial = None
 
