@@ -51,7 +51,10 @@ def first_net(
                kaiming_uniform((64, 64), 'h2 h1', at(seed, 1)), zeros(64, 'h2'),
                kaiming_uniform((2, 64), 'class h2', at(seed, 2)), zeros(2, 'class'))
 
-def train_on(net: Any, **settings: Any) -> Trainer:
+def train_on(
+    net: Any,  # an object whose attributes are tensors
+    **settings: Any,  # of the trainer
+) -> Trainer:
     "A trainer of all tensors of a network."
     trainer = Trainer(**settings)
     for name, t in vars(net).items(): trainer.add_param(t, name)
@@ -97,11 +100,19 @@ class Scorer:
     "A replica of a network and all that one thread needs to score it."
     score = staticmethod(_score)  # the kernel; another network has another one
 
-    def __init__(self, trainer: Trainer, net: Any, points: np.ndarray, labels: np.ndarray):
-        self.trainer, self.labels = trainer, np.array(labels, i64)
-        self.x = np.ascontiguousarray(points.T)
-        self.net = tuple([np.empty_like(t.data_const()) for t in vars(net).values()])
-        self.rows, self.ends = trainer.floats.rows_into(self.net), trainer.floats.table.ends
+    def __init__(self,
+        trainer: Trainer,  # in which the network is registered
+        net: Any,  # a network like `first_net`'s
+        points: np.ndarray,  # (n, 2)
+        labels: np.ndarray,  # (n,)
+    ):
+        self.trainer: Trainer = trainer
+        self.labels: np.ndarray = np.array(labels, i64)
+        self.x: np.ndarray = np.ascontiguousarray(points.T)
+        values = [t.data_const() for t in vars(net).values()]
+        self.net: tuple[np.ndarray, ...] = tuple([np.empty_like(a) for a in values])
+        self.rows: np.ndarray = trainer.floats.rows_into(self.net)
+        self.ends: np.ndarray = trainer.floats.table.ends
 
     def __call__(self,
         member: int | None = None,  # None: the weights without noise
@@ -116,7 +127,10 @@ class Scorer:
                           self.labels, self.net)
 
 # %% ../../nbs/20d_es_spirals.ipynb #e08b8707
-def minus_loss(loss: float, accuracy: float) -> float:
+def minus_loss(
+    loss: float,  # mean cross-entropy
+    accuracy: float,  # 0 to 1, of no weight here
+) -> float:
     "The reward of a classifier that is graded by likelihood."
     return -loss
 
@@ -125,7 +139,7 @@ def minus_loss(loss: float, accuracy: float) -> float:
 class Search:
     "A population at work."
     chance: ClassVar[float] = 0.5  # accuracy of who guesses
-    trainer: Trainer
+    trainer: Trainer  # of the network
     scorers: Sequence[Callable[..., tuple[float, int]]]  # one per worker, see `Scorer`
     points: int  # how many are classified
     reward: Callable[[float, float], float] = minus_loss  # of loss and accuracy
@@ -136,7 +150,10 @@ class Search:
     def begin(self) -> None:
         "What comes before the first iteration, unless the weights are in a checkpoint."
 
-    def score(self, worker: int, member: int | None) -> float:
+    def score(self,
+        worker: int,  # number of the scorer
+        member: int | None,  # None: the network as it is
+    ) -> float:
         "The reward of a member."
         loss, hits = self.scorers[worker](member)
         return self.reward(loss, hits / self.points)
@@ -154,15 +171,17 @@ class Search:
         return self.trainer.evaluate_members(self.build, workers=max(there, 1),
                                              executor=self.client.get_executor())
 
-    def run(self, iterations: int) -> Iterator[int]:
+    def run(self,
+        iterations: int,  # of the whole run
+    ) -> Iterator[int]:
         "Train until there were so many updates, and say how many after each."
         while (t := self.trainer).iteration < iterations:
             self.history.append(t.update(self.rewards()))
             yield t.iteration
 
 def replica_of(
-    make: Callable[[int], Search],
-    seed: int,
+    make: Callable[[int], Search],  # makes a search
+    seed: int,  # of the run
 ) -> tuple[Trainer, Callable[[int, int], float]]:
     "A trainer and its evaluator, for a worker on a cluster."
     search = make(seed)
@@ -170,7 +189,7 @@ def replica_of(
 
 # %% ../../nbs/20d_es_spirals.ipynb #3e349920
 def first_search(
-    seed: int,
+    seed: int,  # of data, weights and noise
     workers: int = 1,  # threads
     **settings: Any,  # of the trainer
 ) -> Search:
@@ -181,7 +200,10 @@ def first_search(
     return Search(trainer, scorers, len(data[1]))
 
 # %% ../../nbs/20d_es_spirals.ipynb #f1cfa4ef
-def save(folder: Path, search: Search) -> None:
+def save(
+    folder: Path,  # made if it is not there
+    search: Search,  # between two iterations
+) -> None:
     "Write a checkpoint."
     t, genomes = search.trainer, search.trainer.genomes
     state = TrainerState(step=t.iteration, seed=t.config.seed, **t.state_fields())
@@ -190,7 +212,10 @@ def save(folder: Path, search: Search) -> None:
         save_genome(folder, genomes.by_name())
     save_checkpoint(folder, {s.name: s.tensor for s in t.floats.slots}, None, state)
 
-def go_on(folder: Path, search: Search) -> list[str]:  # settings that are not as asked for
+def go_on(
+    folder: Path,  # a checkpoint
+    search: Search,  # that has not begun
+) -> list[str]:  # settings that are not as asked for
     "Continue where a checkpoint was written."
     t = search.trainer
     asked = vars(t.config).copy()
@@ -202,9 +227,9 @@ def go_on(folder: Path, search: Search) -> list[str]:  # settings that are not a
 
 # %% ../../nbs/20d_es_spirals.ipynb #b1b4ce51
 def add_search_flags(
-    parser: Parser,
+    parser: Parser,  # gets the flags
     **defaults: Any,  # iterations, sigma, alpha, workers
-):
+) -> None:
     "Give a program `--iterations`, `--population`, `--sigma` and so on."
     add = parser.add_argument
     add('--iterations', type=count, metavar='N',
@@ -226,7 +251,9 @@ def add_search_flags(
     add_checkpoint_flags(parser)
 
 # %% ../../nbs/20d_es_spirals.ipynb #8ae90059
-def check(args: argparse.Namespace) -> dict[str, Any]:
+def check(
+    args: argparse.Namespace,  # of the command
+) -> dict[str, Any]:
     "The settings that all trainers share; a typed error for a flag that cannot be."
     if args.workers < 1: raise InvalidWorkersError(
         f'--workers: expected at least 1, got {args.workers}')
@@ -237,7 +264,10 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
     return dict(sigma=args.sigma, alpha=args.alpha, population=args.population,
                 antithetic=args.population % 2 == 0, reward_norm=args.norm)
 
-def banner(search: Search, what: str) -> str:
+def banner(
+    search: Search,  # that has not begun
+    what: str,  # is trained
+) -> str:
     "What is about to run."
     c, t = search.trainer.config, search.trainer
     pairs = ' in antithetic pairs' if c.antithetic else ''
@@ -258,7 +288,7 @@ def cluster_at(
 
 # %% ../../nbs/20d_es_spirals.ipynb #2600a130
 def summary(
-    search: Search,
+    search: Search,  # at its end
     first: int,  # iterations before this call
     seconds: float,  # of this call
     judged: tuple[float, float],  # loss and accuracy
@@ -271,7 +301,7 @@ def summary(
 
 # %% ../../nbs/20d_es_spirals.ipynb #f298ecc5
 def follow(
-    search: Search,
+    search: Search,  # begun or not
     args: argparse.Namespace,  # of the command
     folder: Path,  # for checkpoints
     every: int,  # iterations between two lines
@@ -298,7 +328,10 @@ def follow(
     return accuracy
 
 # %% ../../nbs/20d_es_spirals.ipynb #bacf946e
-def draw_search(path: Path, search: Search) -> None:
+def draw_search(
+    path: Path,  # picture to write
+    search: Search,  # at its end
+) -> None:
     "Save a figure of the rewards."
     fig = new_figure(7.2, 4)
     history = search.history
@@ -307,8 +340,8 @@ def draw_search(path: Path, search: Search) -> None:
     fig.savefig(path)
 
 def conclude(
-    args: argparse.Namespace,
-    accuracy: float,
+    args: argparse.Namespace,  # of the command
+    accuracy: float,  # 0 to 1
     detail: str = '',  # for who has passed
 ) -> int:  # exit code 0
     "The verdict; FromScratchTrainingFailedError if the target was missed."
@@ -323,7 +356,7 @@ def conclude(
 _Kind = TypeVar('_Kind', bound=Search)
 
 def perform(
-    args: argparse.Namespace,
+    args: argparse.Namespace,  # of the command
     make: Callable[[int], _Kind],  # of the seed
     what: str,  # is trained
     every: int,  # iterations between two lines

@@ -38,9 +38,9 @@ def block_scale(
 
 # %% ../../nbs/20e_es_ternary_spirals.ipynb #f7ede88e
 def random_layer(
-    outputs: int,
+    outputs: int,  # rows
     d: np.float32,  # scale
-    seed: int,
+    seed: int,  # of the trits
 ) -> TernaryMatrix:  # of 256 inputs
     "Trits drawn evenly."
     u = uniform_fill(seed, np.empty((outputs, 256), f32), 0, 3)
@@ -59,7 +59,10 @@ def first_net(
 # %% ../../nbs/20e_es_ternary_spirals.ipynb #1da3ade0
 NAMES = ('w1', 'b1', 'b2', 'b3'), ('l2', 'l3')  # tensors and genomes, in files
 
-def train_on(net: TernaryNet, **settings) -> Trainer:
+def train_on(
+    net: TernaryNet,  # its floats and trits are shared
+    **settings: Any,  # of the trainer
+) -> Trainer:
     "A trainer of all floats and trits of a network."
     trainer = Trainer(**settings)
     for name, t in zip(NAMES[0], [net.first, *net.biases]): trainer.add_param(t, name)
@@ -71,9 +74,15 @@ class Scorer:
     "A replica of a network and all that one thread needs to score it."
 
     def __init__(self,
-        trainer: Trainer, net: TernaryNet, points: np.ndarray, labels: np.ndarray):
-        self.trainer, self.net, self.data = trainer, net, (points, labels)
-        self.replica = copy.deepcopy(net)
+        trainer: Trainer,  # in which the network is registered
+        net: TernaryNet,  # in training
+        points: np.ndarray,  # (n, 2)
+        labels: np.ndarray,  # (n,)
+    ):
+        self.trainer: Trainer = trainer
+        self.net: TernaryNet = net
+        self.data: tuple[np.ndarray, np.ndarray] = points, labels
+        self.replica: TernaryNet = copy.deepcopy(net)
         self.floats = [t.data() for t in (self.replica.first, *self.replica.biases)]
 
     def __call__(self,
@@ -89,7 +98,7 @@ class Scorer:
 
 # %% ../../nbs/20e_es_ternary_spirals.ipynb #5ded347a
 def first_search(
-    seed: int,
+    seed: int,  # of data, weights and flips
     workers: int = 1,  # threads
     dscale: float = 3,  # see `block_scale`
     reward: Callable[[float, float], float] = minus_loss,  # of loss and accuracy
@@ -102,7 +111,10 @@ def first_search(
     return Search(trainer, scorers, len(data[1]), reward)
 
 # %% ../../nbs/20e_es_ternary_spirals.ipynb #84b44494
-def mostly_accuracy(loss: float, accuracy: float) -> float:
+def mostly_accuracy(
+    loss: float,  # mean cross-entropy
+    accuracy: float,  # 0 to 1
+) -> float:
     "The reward of a classifier that is graded by its hits."
     return accuracy + 0.1 * math.exp(-loss)
 

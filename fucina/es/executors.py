@@ -41,7 +41,10 @@ def settings_of(
              v.name if isinstance(v, IntEnum) else v for v in values]
     return *plain, trainer.nonfinite
 
-def adopt(trainer: Any, settings: tuple[Any, ...]) -> None:
+def adopt(
+    trainer: Any,  # whose settings change
+    settings: tuple[Any, ...],  # from `settings_of`
+) -> None:
     "Give a trainer the settings of another."
     for name, value in zip(NAMES, settings):
         setattr(trainer.config, name, value)
@@ -51,7 +54,7 @@ def adopt(trainer: Any, settings: tuple[Any, ...]) -> None:
 class Step(NamedTuple):
     "An update that was made."
     iteration: int  # before it
-    settings: tuple[Any, ...]
+    settings: tuple[Any, ...]  # from `settings_of`
     rewards: bytes  # float32, one per member
 
 # %% ../../nbs/13ca_es_executors.ipynb #40c3013f
@@ -72,14 +75,19 @@ class History:
         self.told = 0  # up to where everybody was told
         self.steps.clear()
 
-    def begin(self, iteration: int) -> bool:  # True: a new run
+    def begin(self,
+        iteration: int,  # where the trainer stands
+    ) -> bool:  # True: a new run
         "Make sure that the history leads to an iteration."
         if self.run and self.next == iteration: return False
         self.forget()
         self.run, self.next, self.told = uuid4().hex, iteration, iteration
         return True
 
-    def note(self, trainer: Any, rewards: np.ndarray) -> None:
+    def note(self,
+        trainer: Any,  # that makes the update
+        rewards: np.ndarray,  # float32, one per member
+    ) -> None:
         "Write down an update of a trainer, before its iteration is counted."
         if self.run and self.next == trainer.iteration:
             step = Step(self.next, settings_of(trainer), rewards.tobytes())
@@ -87,18 +95,24 @@ class History:
             self.next += 1
         else: self.forget()
 
-    def since(self, iteration: int) -> tuple[Step, ...] | None:
+    def since(self,
+        iteration: int,  # first one wanted
+    ) -> tuple[Step, ...] | None:
         "The updates from an iteration on; None if not all are remembered."
         steps = tuple([s for s in self.steps if s.iteration >= iteration])
         return steps if self.run and iteration == self.next - len(steps) else None
 
 # %% ../../nbs/13ca_es_executors.ipynb #60d0fe3f
-def values_of(trainer: Any) -> list[np.ndarray]:
+def values_of(
+    trainer: Any,  # with registered parameters
+) -> list[np.ndarray]:
     "The memory of all that is in training: floats, then genomes."
     return [*[s.data for s in trainer.floats.slots],
             *[s.blocks for s in trainer.genomes.slots]]
 
-def digest(trainer: Any) -> bytes:
+def digest(
+    trainer: Any,  # with registered parameters
+) -> bytes:
     "Eight bytes that stand for all weights."
     h = blake2b(digest_size=8)
     for a in values_of(trainer): h.update(np.ascontiguousarray(a).view(np.uint8).data)
@@ -107,12 +121,15 @@ def digest(trainer: Any) -> bytes:
 class Snapshot(NamedTuple):
     "What a copy begins with."
     build: Callable[[], tuple[Any, Any]]  # -> a trainer, an evaluator of its members
-    iteration: int
-    values: list[np.ndarray]
-    anchor: list[np.ndarray] | None
+    iteration: int  # updates that were made
+    values: list[np.ndarray]  # floats, then genomes
+    anchor: list[np.ndarray] | None  # of the floats, if there is one
 
     @classmethod
-    def of(cls, trainer: Any, build: Callable[[], tuple[Any, Any]]) -> 'Snapshot':
+    def of(cls,
+        trainer: Any,  # at home
+        build: Callable[[], tuple[Any, Any]],  # -> a trainer, an evaluator of its members
+    ) -> 'Snapshot':
         "The present state of a trainer."
         values = [a.copy() for a in values_of(trainer)]
         return cls(build, trainer.iteration, values, trainer.floats.anchor)
@@ -121,13 +138,13 @@ class Snapshot(NamedTuple):
 class Order(NamedTuple):
     "What a worker is asked to do."
     run: str  # name
-    iteration: int
-    settings: tuple[Any, ...]
+    iteration: int  # whose members are scored
+    settings: tuple[Any, ...]  # from `settings_of`
     steps: tuple[Step, ...]  # the last updates
     gemm: str  # how matrices are multiplied
     digest: bytes  # of the weights; empty: not to be checked
     members: tuple[int, int] = (0, 0)  # from, to
-    snapshot: Snapshot | None = None
+    snapshot: Snapshot | None = None  # for who has no copy
     serial: int = 0  # no two orders are equal, or a cluster would answer from memory
 
 class Answer(NamedTuple):
@@ -139,12 +156,16 @@ class Answer(NamedTuple):
 class Copy:
     "A trainer in step with one at home, and its evaluator."
 
-    def __init__(self, snapshot: Snapshot):
+    def __init__(self,
+        snapshot: Snapshot,  # to begin with
+    ):
         self.trainer, evaluator = snapshot.build()
         self.evaluate = method(evaluator, 'eval_member')
         self.load(snapshot)
 
-    def load(self, snapshot: Snapshot) -> None:
+    def load(self,
+        snapshot: Snapshot,  # of a trainer with the same parameters
+    ) -> None:
         "Take over weights; ReplicaShapeMismatchError if they are not of the same kind."
         own = values_of(self.trainer)
         here, there = [[(str(a.dtype), a.size) for a in values]
@@ -157,7 +178,9 @@ class Copy:
         self.trainer.floats.anchor = anchor and [a.copy() for a in anchor]
         self.trainer.iteration = snapshot.iteration
 
-    def follow(self, order: Order) -> bool:  # False: something is missing
+    def follow(self,
+        order: Order,  # with the last updates
+    ) -> bool:  # False: something is missing
         "Make the updates that were made at home."
         for step in order.steps:
             if step.iteration != self.trainer.iteration: continue
@@ -166,7 +189,9 @@ class Copy:
         adopt(self.trainer, order.settings)
         return self.trainer.iteration == order.iteration
 
-    def score(self, order: Order) -> bytes:
+    def score(self,
+        order: Order,  # with the members
+    ) -> bytes:
         "The rewards of some members, from weights that were checked if that was asked."
         if order.digest and order.digest != digest(self.trainer):
             raise ReplicaDivergedError(
@@ -185,14 +210,19 @@ class Copies:
         self.idle: OrderedDict[str, list[Copy]] = OrderedDict()
         self.lock = threading.Lock()
 
-    def borrow(self, run: str) -> Copy | None:
+    def borrow(self,
+        run: str,  # name of the run
+    ) -> Copy | None:
         "The most advanced copy that nobody works with."
         with self.lock:
             idle = self.idle.get(run)
             if not idle: return None
             return idle.pop(max(range(len(idle)), key=lambda k: idle[k].trainer.iteration))
 
-    def give_back(self, run: str, copy: Copy) -> None:
+    def give_back(self,
+        run: str,  # name of the run
+        copy: Copy,  # that was borrowed, or is new
+    ) -> None:
         "Keep a copy for the next order."
         with self.lock:
             self.idle.setdefault(run, []).append(copy)
@@ -202,7 +232,9 @@ class Copies:
 # %% ../../nbs/13ca_es_executors.ipynb #0c313494
 _copies = Copies()
 
-def perform(order: Order) -> Answer:
+def perform(
+    order: Order,  # from a `Sender`
+) -> Answer:
     "Carry out an order, in whichever process; a copy that fails is thrown away."
     copy, snapshot = _copies.borrow(order.run), order.snapshot
     with ExecContext(workers=1, gemm=order.gemm), no_grad():
@@ -219,7 +251,7 @@ def perform(order: Order) -> Answer:
 
 # %% ../../nbs/13ca_es_executors.ipynb #f9e6bfff
 def portions(
-    population: int,
+    population: int,  # number of members
     tasks: int,  # at most so many
 ) -> Iterator[tuple[int, int]]:  # from, to
     "Cut a population into pieces of nearly equal size."
@@ -229,22 +261,34 @@ def portions(
 class Sender:
     "Orders on their way for one iteration."
 
-    def __init__(self, executor: Any, trainer: Any, build: Any, check_every: int):
-        self.executor, self.trainer, self.build = executor, trainer, build
+    def __init__(self,
+        executor: Any,  # has submit(function, argument)
+        trainer: Any,  # at home
+        build: Any,  # makes a copy of it elsewhere
+        check_every: int,  # iterations between two checks of the weights
+    ):
+        self.executor: Any = executor
+        self.trainer: Any = trainer
+        self.build: Any = build
         history, t = trainer.history, trainer.iteration
         self.snapshot = Snapshot.of(trainer, build) if history.begin(t) else None
         proof = b'' if t % check_every else digest(trainer)
-        self.order = Order(history.run, t, settings_of(trainer),
-                           history.since(history.told) or (), get_gemm(), proof)
+        self.order: Order = Order(history.run, t, settings_of(trainer),
+                                  history.since(history.told) or (), get_gemm(), proof)
         history.told = t
         self.waiting: dict[Any, Order] = {}
 
-    def send(self, order: Order) -> None:
+    def send(self,
+        order: Order,  # goes to any worker
+    ) -> None:
         "Let somebody carry out an order."
         order = order._replace(serial=next(_serial))
         self.waiting[self.executor.submit(perform, order)] = order
 
-    def help(self, order: Order, iteration: int) -> None:
+    def help(self,
+        order: Order,  # that could not be carried out
+        iteration: int,  # where the copy stands; -1: there is none
+    ) -> None:
         "Send an order again, with what brings a copy up to date."
         steps = self.trainer.history.since(iteration)
         if self.snapshot is None: self.snapshot = Snapshot.of(self.trainer, self.build)

@@ -22,7 +22,9 @@ from ..tensor import Tensor
 
 # %% ../../nbs/13ab_es_forward.ipynb #b2cc1974
 @inline
-def tanh_rational(z):
+def tanh_rational(
+    z,  # float32
+):
     "tanh z in float32, off by at most 1e-4."
     x = f32(4.9) if z > f32(4.9) else z
     x = f32(-4.9) if x < f32(-4.9) else x

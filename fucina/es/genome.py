@@ -130,7 +130,7 @@ class Election(NamedTuple):
 
 def strongest(
     places: np.ndarray,  # each once
-    votes: np.ndarray,
+    votes: np.ndarray,  # float32, one for each place
     most: int,  # how many to keep
 ) -> Election:
     "The strongest votes; of equally strong ones those for the smaller places."
@@ -170,7 +170,7 @@ def elect(
 
 def step(
     blocks: np.ndarray,  # packed trits, changed in place
-    election: Election,
+    election: Election,  # who moves, and which way
 ) -> None:
     "Move the elected trits by one, towards the sign of their votes; rails hold."
     _step(_writable(blocks), *election)
@@ -182,9 +182,13 @@ class TernarySlot(NamedTuple):
     name: str | None  # in files
 
     @property
-    def length(self) -> int: return len(self.blocks) * BLOCK
+    def length(self) -> int:
+        "Number of trits."
+        return len(self.blocks) * BLOCK
     @property
-    def address(self) -> int: return _address(self.blocks)
+    def address(self) -> int:
+        "Where its memory begins."
+        return _address(self.blocks)
 
 def _bytes_of(genome: Any) -> np.ndarray:
     "The bytes of packed blocks, or of a matrix of them, to be written."
@@ -202,12 +206,14 @@ class Slots:
     def __len__(self) -> int: return len(self.slots)
 
     @property
-    def elements(self) -> int: return sum([s.length for s in self.slots])
+    def elements(self) -> int:
+        "Number of trits, all genomes together."
+        return sum([s.length for s in self.slots])
 
     def add(self,
         genome: Any,  # packed blocks or a TernaryMatrix; shared
         length: int | None = None,  # trits; None: as many as there are
-        name: str | None = None,
+        name: str | None = None,  # in files and messages; None: numbered
     ) -> None:
         "Register a genome; InvalidConfigError or DuplicateParamError."
         new = TernarySlot(_bytes_of(genome), name)
@@ -230,7 +236,11 @@ class Perturbed(Slots):
         for k, (a, log) in enumerate(zip(genomes, logs)):
             flip(a, ternary_slot_stream_seed(seed, k), log, sign < 0)
 
-    def perturb(self, config: Config, iteration: int, member: int) -> None:
+    def perturb(self,
+        config: Config,  # of the trainer
+        iteration: int,  # t, from 0
+        member: int,  # n, from 0
+    ) -> None:
         "Turn the genomes into those of a member."
         self.logs, own = self._logs(config), [s.blocks for s in self.slots]
         try: self._flip(own, self.logs, config, iteration, member)
@@ -241,13 +251,15 @@ class Perturbed(Slots):
     def restore(self) -> None:
         "Take the member back; may be repeated."
         for s, log in zip(self.slots, self.logs): undo(s.blocks, log)
-        self.logs = []
+        self.logs: list[np.ndarray] = []
 
 # %% ../../nbs/13aa_es_genome.ipynb #e19d8fd3
 class Elected(Perturbed):
     "Genomes that move by votes."
 
-    def elect(self, config: Config, iteration: int,
+    def elect(self,
+        config: Config,  # of the trainer
+        iteration: int,  # t, from 0
         leaders: Sequence[int],  # members whose flips are made again
         weights: np.ndarray,  # float32, what each of them weighs
     ) -> list[Election]:  # one for each genome
@@ -261,7 +273,9 @@ class Elected(Perturbed):
                          update_count(fraction, decay, iteration, s.length))
         return [one(k, s) for k, s in enumerate(self.slots)]
 
-    def step(self, elections: list[Election]) -> None:
+    def step(self,
+        elections: list[Election],  # one for each genome
+    ) -> None:
         "Move the elected."
         for s, election in zip(self.slots, elections): step(s.blocks, election)
 
@@ -269,7 +283,10 @@ class Elected(Perturbed):
 class TernarySlots(Elected):
     "The genomes of a trainer."
 
-    def materialize(self, config: Config, iteration: int, member: int,
+    def materialize(self,
+        config: Config,  # of the trainer
+        iteration: int,  # t, from 0
+        member: int,  # n, from 0
         dst: Sequence[Any],  # one genome for each of ours, overwritten
     ) -> None:
         "Write the genomes of a member elsewhere; ReplicaShapeMismatchError."

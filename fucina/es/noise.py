@@ -108,12 +108,15 @@ def _move(rows, ends, seeds, weights, iid, kept, filled, zero, factor, start, st
 # %% ../../nbs/13b_es_noise.ipynb #90da48b7
 class FloatSlot(NamedTuple):
     "A tensor of floats, and its memory."
-    tensor: Named
-    name: str | None
+    tensor: Named  # of f32, f16 or bf16
+    name: str | None  # in files and messages; None: numbered
     data: np.ndarray  # flat; bf16 as bits
 
     @classmethod
-    def of(cls, t: Named, name: str | None = None) -> 'FloatSlot':
+    def of(cls,
+        t: Named,  # contiguous; f32, f16 or bf16
+        name: str | None = None,  # in files and messages; None: numbered
+    ) -> 'FloatSlot':
         "The slot of a tensor; a typed error for what cannot take noise."
         if not isinstance(t, Named):
             raise TypeError(f'noise is for one Tensor, not for {type(t).__name__}; all '
@@ -135,7 +138,9 @@ class FloatSlot(NamedTuple):
 class SlotList:
     "Slots of floats, in order."
 
-    def __init__(self, slots: Iterable[FloatSlot] = ()):
+    def __init__(self,
+        slots: Iterable[FloatSlot] = (),  # to begin with
+    ):
         self.slots: list[FloatSlot] = []
         self._known: dict[int, str] = {}  # names by address
         for slot in slots: self.append(slot)
@@ -150,7 +155,9 @@ class SlotList:
     def __len__(self) -> int: return len(self.slots)
     def __contains__(self, slot: FloatSlot) -> bool: return slot.address in self._known
 
-    def append(self, slot: FloatSlot) -> None:
+    def append(self,
+        slot: FloatSlot,  # of memory that is not there yet
+    ) -> None:
         "Add a slot; DuplicateParamError if its memory is there already."
         if slot in self:
             raise DuplicateParamError(f'{slot.tensor._describe()} is registered already, '
@@ -164,10 +171,12 @@ class Table(NamedTuple):
     "Where slots lie, and who wants to know that they were written to."
     rows: np.ndarray  # int64: SOURCE, TARGET, KIND
     ends: np.ndarray  # int64: where each slot begins in the line, and where the last ends
-    leaves: list[Leaf]
+    leaves: list[Leaf]  # of the variables among them
 
     @classmethod
-    def of(cls, slots: Sequence[FloatSlot]) -> 'Table':
+    def of(cls,
+        slots: Sequence[FloatSlot],  # in order
+    ) -> 'Table':
         "The table of some slots, which are moved where they are."
         rows = [(s.address, s.address, KINDS[s.tensor.dtype]) for s in slots]
         ends = np.cumsum([0, *(s.data.size for s in slots)], dtype=i64)
@@ -213,12 +222,17 @@ class Moving(Placed):
         "Tell the graphs that their variables have new values."
         for leaf in self.table.leaves: leaf.version += 1
 
-    def perturb(self, streams: Streams) -> None:
+    def perturb(self,
+        streams: Streams,  # seeds of the member, and what its noise weighs
+    ) -> None:
         "Add the noise of one member, or with a negative weight take it back."
         self._move(streams, -0.0, 1, self.table.rows)
         self.changed()
 
-    def update(self, streams: Streams, factor: float) -> None:
+    def update(self,
+        streams: Streams,  # seeds of all members, and what their noise weighs
+        factor: float,  # of all weights
+    ) -> None:
         "Add `factor` times the weighed noise of all members."
         self._move(streams, 0.0, factor, self.table.rows)
         self.changed()
@@ -249,7 +263,10 @@ class Replicable(Moving):
         rows[:, TARGET] = [*map(_place, self.slots, dst)]
         return rows
 
-    def materialize(self, streams: Streams, rows: np.ndarray) -> None:
+    def materialize(self,
+        streams: Streams,  # seeds of the member
+        rows: np.ndarray,  # from `rows_into`
+    ) -> None:
         "Write a member where `rows` lead."
         self._move(streams, -0.0, 1, rows)
 
@@ -259,7 +276,7 @@ class Saved(Replicable):
 
     def save(self) -> None:
         "Remember all values, in the same memory every time."
-        if not self.saved: self.saved = [np.empty_like(s.data) for s in self.slots]
+        if not self.saved: self.saved.extend(np.empty_like(s.data) for s in self.slots)
         for s, old in zip(self.slots, self.saved): old[:] = s.data
 
     def put_back(self) -> None:
@@ -271,17 +288,22 @@ class Saved(Replicable):
 class Kept:
     "Room for the noise of a population."
 
-    def __init__(self, members: int, size: int):
+    def __init__(self,
+        members: int,  # of a population
+        size: int,  # elements of all slots
+    ):
         self.noise: np.ndarray = np.empty((members, size), f32)
         self.filled: np.ndarray = np.zeros(members, bool)
         self._of: Any = None
 
-    def begin(self, iteration: Any) -> None:
+    def begin(self,
+        iteration: Any,  # anything that tells iterations apart
+    ) -> None:
         "Forget the noise, unless it is that of this iteration."
         if iteration != self._of: self.filled[:], self._of = False, iteration
 
     def take(self,
-        streams: Streams,
+        streams: Streams,  # of some members
         first: int,  # row of the first member; the others follow
     ) -> Streams:
         "The same noise, with room to keep it."

@@ -56,7 +56,7 @@ def _renewed(holder, new):
     return holder._make(array, holder.tags, holder.dtype, node)
 
 def replica(
-    model: Any,
+    model: Any,  # an object that holds tensors
     memory: dict[int, np.ndarray],  # new arrays, by the addresses of those in training
 ) -> Any:  # a copy over the new arrays; the rest is shared
     "Copy what is in training."
@@ -90,7 +90,10 @@ class Replicas:
             self.models.append(replica(model, {s.address: a for s, a in zip(slots, new)}))
             self.memory.append(new)
 
-    def eval_member(self, worker: int, member: int) -> np.float32:
+    def eval_member(self,
+        worker: int,  # whose model is used
+        member: int,  # n, from 0
+    ) -> np.float32:
         "Write a member into the model of the worker, and score it."
         n, memory = len(self.trainer.floats), self.memory[worker]
         self.trainer.materialize_member(member, memory[:n])

@@ -55,12 +55,12 @@ class Config(Settings):
     alpha: float | None = None  # α, length of an update; None: σ/2
     population: int = 30  # N, members per update
     antithetic: bool = False  # members 2k and 2k+1 get opposite noise
-    noise: NoiseScheme | str = NoiseScheme.iid
-    restore_mode: RestoreMode | str = RestoreMode.regenerate
+    noise: NoiseScheme | str = NoiseScheme.iid  # how noise follows from a seed
+    restore_mode: RestoreMode | str = RestoreMode.regenerate  # how a member leaves
     cache_streams: bool = False  # keep the noise of a whole population in memory
-    anchor_decay: AnchorDecay | str = AnchorDecay.none
+    anchor_decay: AnchorDecay | str = AnchorDecay.none  # how an update pulls back
     anchor_lambda: float = 0.0  # λ, strength of the pull
-    reward_norm: RewardNorm | str = RewardNorm.z_score
+    reward_norm: RewardNorm | str = RewardNorm.z_score  # what becomes of the rewards
     ternary_flip_rate: float = 0.001  # share of the trits that a member changes
     ternary_update_fraction: float = 0.005  # share that an update changes at most
     ternary_update_decay: float = 0.0  # how fast that share shrinks
@@ -72,11 +72,15 @@ class Config(Settings):
         else: super().__setattr__(name, value)
 
 # %% ../../nbs/13_es_rewards.ipynb #c9067888
-def alpha_value(config: Config) -> np.float32:
+def alpha_value(
+    config: Config,  # of the trainer
+) -> np.float32:
     "α, given or σ/2."
     return f32(config.sigma) / f32(2) if config.alpha is None else f32(config.alpha)
 
-def pull_value(config: Config) -> np.float32:
+def pull_value(
+    config: Config,  # of the trainer
+) -> np.float32:
     "αλ: how strongly one update pulls towards the anchor."
     with np.errstate(over='ignore'): return alpha_value(config) * f32(config.anchor_lambda)
 
@@ -97,7 +101,9 @@ def _rules(c):
            'alpha * anchor_lambda must be below 1')
 
 # %% ../../nbs/13_es_rewards.ipynb #ebf1fc88
-def check(config: Config) -> None:
+def check(
+    config: Config,  # to be judged
+) -> None:
     "InvalidConfigError for the first setting that cannot be."
     for holds, rule in _rules(config):
         if not holds: raise InvalidConfigError(f'{rule}: {config}')
@@ -112,7 +118,7 @@ def _position(config, iteration, member):
     return iteration * config.population + index(member)
 
 def member_seed(
-    config: Config,
+    config: Config,  # gives the seed of the run
     iteration: int,  # t, from 0
     member: int,  # n, from 0
 ) -> int:  # 64 bits
@@ -120,7 +126,7 @@ def member_seed(
     return at(config.seed ^ SEED_DOMAIN, _position(config, iteration, member))
 
 def ternary_member_seed(
-    config: Config,
+    config: Config,  # gives the seed of the run
     iteration: int,  # t, from 0
     member: int,  # n, from 0
 ) -> int:  # 64 bits
@@ -131,7 +137,7 @@ def ternary_member_seed(
 def slot_stream(
     seed: int,  # of a member
     slot: int,  # among those of floats, from 0
-    noise: NoiseScheme | str = NoiseScheme.iid,
+    noise: NoiseScheme | str = NoiseScheme.iid,  # how streams differ from slot to slot
 ) -> int:  # 64 bits
     "Seed of the noise of one slot."
     return seed if noise == NoiseScheme.correlated else at(seed ^ NOISE_DOMAIN, slot)
@@ -145,8 +151,8 @@ def ternary_slot_stream_seed(
 
 # %% ../../nbs/13_es_rewards.ipynb #24107c13
 def leader_and_sign(
-    config: Config,
-    member: int,
+    config: Config,  # says whether there are pairs
+    member: int,  # n, from 0
 ) -> tuple[int, int]:  # whose noise it gets, and with which sign
     "The member itself, or the first of its pair."
     if not config.antithetic: return member, 1
@@ -154,7 +160,7 @@ def leader_and_sign(
 
 # %% ../../nbs/13_es_rewards.ipynb #88226a4c
 def read_rewards(
-    rewards: Sequence[float | np.floating] | np.ndarray,
+    rewards: Sequence[float | np.floating] | np.ndarray,  # one per member
     population: int,  # how many there must be
 ) -> np.ndarray:  # float32, a copy
     "The rewards of a population; RewardCountMismatchError if there are more or fewer."
@@ -162,7 +168,9 @@ def read_rewards(
     if values.shape == (population,): return values
     raise RewardCountMismatchError(f'{population} members, rewards of shape {values.shape}')
 
-def check_finite(rewards: np.ndarray) -> None:
+def check_finite(
+    rewards: np.ndarray,  # one per member
+) -> None:
     "NonFiniteRewardError, naming members, if a reward is NaN or infinite."
     lost = np.flatnonzero(~np.isfinite(rewards))
     if not lost.size: return
@@ -174,10 +182,10 @@ def check_finite(rewards: np.ndarray) -> None:
 @dataclass(frozen=True)
 class Stats:
     "Rewards of a population, as they came."
-    mean_reward: float
+    mean_reward: float  # over all members
     std_reward: float  # divided by N, not N - 1
-    min_reward: np.float32
-    max_reward: np.float32
+    min_reward: np.float32  # of the worst member
+    max_reward: np.float32  # of the best member
 
 def reward_stats(
     rewards: np.ndarray,  # float32
@@ -193,7 +201,7 @@ def reward_stats(
 # %% ../../nbs/13_es_rewards.ipynb #79208262
 def z_score(
     rewards: np.ndarray,  # float32
-    stats: Stats,
+    stats: Stats,  # of these rewards
 ) -> np.ndarray:  # float32
     "Distance from the mean, in deviations."
     centered = rewards.astype(np.float64) - stats.mean_reward
@@ -211,8 +219,8 @@ def centered_ranks(
 
 def shape(
     rewards: np.ndarray,  # float32
-    stats: Stats,
-    norm: RewardNorm | str,
+    stats: Stats,  # of these rewards
+    norm: RewardNorm | str,  # the rule
 ) -> np.ndarray:  # float32, one coefficient per member
     "What the noise of each member weighs."
     if norm == RewardNorm.z_score: return z_score(rewards, stats)
@@ -220,7 +228,7 @@ def shape(
 
 # %% ../../nbs/13_es_rewards.ipynb #8a02afed
 def fold(
-    config: Config,
+    config: Config,  # says whether there are pairs
     shaped: np.ndarray,  # float32, one coefficient per member
 ) -> tuple[range, np.ndarray]:  # members whose noise is made, and what it weighs
     "Coefficients by leader."

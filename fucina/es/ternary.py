@@ -189,11 +189,17 @@ class Sized(Packed):
     __slots__ = ()
 
     @property
-    def dtype(self) -> str: return 'tq2_0'
+    def dtype(self) -> str:
+        "Name of the storage."
+        return 'tq2_0'
     @property
-    def size(self) -> int: return self.shape[0] * self.shape[1]
+    def size(self) -> int:
+        "Number of trits."
+        return self.shape[0] * self.shape[1]
     @property
-    def nbytes(self) -> int: return self.blocks.nbytes
+    def nbytes(self) -> int:
+        "Bytes in memory."
+        return self.blocks.nbytes
 
     def __repr__(self) -> str:
         return f'{type(self).__name__}{describe(self)} {self.nbytes:,} bytes'
@@ -219,7 +225,9 @@ class Frozen(Sized):
             f'out has shape {out.shape}, the matrix {self.shape}')
         return decode(self.blocks, np.empty(self.shape, f32) if out is None else out)
 
-    def to(self, dtype: str) -> Tensor:
+    def to(self,
+        dtype: str,  # f32, f16 or bf16
+    ) -> Tensor:
         "A constant of the same values: 'f32', 'f16' or 'bf16'."
         w = constant(self.widen(), self.tags, copy=False)
         return w if dtype == 'f32' else w.to(dtype)
@@ -348,7 +356,13 @@ def _by_tables(q, w, b, t, sums):
 
 # %% ../../nbs/13a_es_ternary.ipynb #e1f6c8a0
 @kernel
-def lane_sums(q, w, b, t, sums):
+def lane_sums(
+    q,  # int8, (256, lanes): activations
+    w,  # rows of packed blocks, as bytes
+    b,  # which block of each row
+    t,  # scratch memory
+    sums,  # int32, (rows, lanes), overwritten
+):
     "Exact products of activations q (256, lanes) and block b of the rows w; t is room."
     if sums.shape[0] >= 48:
         _by_tables(q, w, b, t, sums)

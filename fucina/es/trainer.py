@@ -43,7 +43,7 @@ def _check(config, nonfinite):
 
 class Trial(NamedTuple):
     "The member that is in the weights."
-    member: int
+    member: int  # n, from 0
     streams: Streams  # its noise
     copied: bool  # the weights were saved before
 
@@ -110,7 +110,7 @@ class Joining(Guarded):
         self.history.forget()
 
     def add_registry(self,
-        registry: ParamRegistry,
+        registry: ParamRegistry,  # its entries are shared
     ) -> int:  # slots that were added
         "Train all entries, frozen ones too; what shares memory is taken once."
         before = len(self.floats)
@@ -133,11 +133,18 @@ class Naming(Joining):
         self.genomes.add(blocks, length, name)
         self.history.forget()
 
-    def add_param_named(self, t: Named, name: str) -> None:
+    def add_param_named(self,
+        t: Named,  # f32, f16 or bf16
+        name: str,  # in files and messages
+    ) -> None:
         "`add_param`, with the name required."
         self.add_param(t, name)
 
-    def add_ternary_param_named(self, blocks: Any, length: int, name: str) -> None:
+    def add_ternary_param_named(self,
+        blocks: Any,  # packed trits, shared
+        length: int,  # number of trits
+        name: str,  # in files and messages
+    ) -> None:
         "`add_ternary_param`, with the name required."
         self.add_ternary_param(blocks, length, name)
 
@@ -163,16 +170,23 @@ class Counting(Naming):
 class Seeded(Counting):
     "Seeds of the current iteration."
 
-    def member_seed(self, member: int) -> int:
+    def member_seed(self,
+        member: int,  # n, from 0
+    ) -> int:
         "Seed of a member's noise."
         return shaping.member_seed(self.config, self.iteration, member)
 
-    def ternary_member_seed(self, member: int) -> int:
+    def ternary_member_seed(self,
+        member: int,  # n, from 0
+    ) -> int:
         "Seed of a member's flips."
         return shaping.ternary_member_seed(self.config, self.iteration, member)
 
     @staticmethod
-    def ternary_slot_stream_seed(member_seed: int, slot_index: int) -> int:
+    def ternary_slot_stream_seed(
+        member_seed: int,  # from `ternary_member_seed`
+        slot_index: int,  # among the genomes, from 0
+    ) -> int:
         "Seed of a member's flips in one genome."
         return shaping.ternary_slot_stream_seed(member_seed, slot_index)
 
@@ -226,7 +240,9 @@ class Trying(Keeping):
 class Returning(Trying):
     "And back."
 
-    def restore(self, member: int) -> None:
+    def restore(self,
+        member: int,  # the one that is in the weights
+    ) -> None:
         "Take the member out of the weights."
         trial = self._trial
         if trial is None:
@@ -248,7 +264,7 @@ class Elsewhere(Returning):
     "Members in other memory."
 
     def materialize_member(self,
-        member: int,
+        member: int,  # n, from 0
         dst: Sequence[Any],  # an array or buffer per slot of floats, of as many bytes
     ) -> None:
         "Write the floats of a member; the bits are those of `perturb`."
@@ -257,7 +273,7 @@ class Elsewhere(Returning):
         self.floats.materialize(self._noise_of(member)[0], rows)
 
     def materialize_ternary_member(self,
-        member: int,
+        member: int,  # n, from 0
         dst: Sequence[Any],  # a genome of as many blocks per slot of trits
     ) -> None:
         "Write the genomes of a member; the bits are those of `perturb`."
@@ -282,7 +298,7 @@ class Applying(Elsewhere):
         if c.anchor_decay != AnchorDecay.none:
             self.floats.pull(pull_value(c), c.anchor_decay == AnchorDecay.l1)
         self.history.note(self, rewards)
-        self.iteration += 1
+        self.iteration: int = self.iteration + 1
 
 # %% ../../nbs/13d_es.ipynb #be58e4f1
 class Updating(Applying):
@@ -421,7 +437,7 @@ class Resuming(Saving):
         for name in (*STORED, 'seed'):
             if on_mismatch == 'adopt': setattr(self.config, name, getattr(new, name))
         self.history.forget()
-        self.iteration = index(t)
+        self.iteration: int = index(t)
 
 # %% ../../nbs/13d_es.ipynb #c5d99ca1
 class Trainer(Resuming):

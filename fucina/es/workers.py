@@ -26,7 +26,7 @@ def reward_of(
 
 def method(
     evaluator: Any,  # an object with the method, or a function
-    name: str,
+    name: str,  # of the method
 ) -> Callable[..., Any]:
     "How to call an evaluator."
     found = getattr(evaluator, name, evaluator)
@@ -42,18 +42,23 @@ class Round:
         evaluate: Callable[[int, int], Any],  # worker, member -> reward
         rewards: Any,  # a place for each member
     ):
-        self.evaluate, self.rewards = evaluate, rewards
-        self.left = list(range(len(rewards)))[::-1]
+        self.evaluate: Callable[[int, int], Any] = evaluate
+        self.rewards: Any = rewards
+        self.left: list[int] = list(range(len(rewards)))[::-1]
         self.error: BaseException | None = None
         self.lock = threading.Lock()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self,
+        error: BaseException,  # of the evaluator
+    ) -> None:
         "Keep the first error, and let nobody take another member."
         with self.lock:
             if self.error is None: self.error = error
         self.left.clear()
 
-    def work(self, worker: int) -> None:
+    def work(self,
+        worker: int,  # number of the thread, from 0
+    ) -> None:
         "Score members until none is left."
         while True:
             try: member = self.left.pop()
@@ -64,12 +69,16 @@ class Round:
 class Worker(threading.Thread):
     "A thread that scores members."
 
-    def __init__(self, round: Round, number: int):
+    def __init__(self,
+        round: Round,  # shared by all workers
+        number: int,  # of the thread, from 0
+    ):
         super().__init__(daemon=True, name=f'es-worker-{number}')
-        self.round, self.number = round, number
+        self.round: Round = round
+        self.number: int = number
         debug = current_context().debug
-        self.context = ExecContext(workers=1, gemm=get_gemm(), debug=debug)
-        self.graph = nullcontext() if is_grad_enabled() else no_grad()
+        self.context: ExecContext = ExecContext(workers=1, gemm=get_gemm(), debug=debug)
+        self.graph: Any = nullcontext() if is_grad_enabled() else no_grad()
 
     def run(self) -> None:
         "Work, and report an error instead of raising it."
