@@ -1,5 +1,6 @@
 """Pages of the API for tools/docs.py: public names of each module, and their methods."""
 import inspect
+import json
 from enum import Enum
 from types import ModuleType
 
@@ -47,7 +48,7 @@ def entry(obj, name, level):
 def page(name, module, chapter):
     "The markdown of a page; `chapter` says where a dotted name is explained."
     public = ours(module, inspect.isclass, inspect.isroutine)
-    parts = [f'---\ntitle: {name}\ndescription: "{inspect.getdoc(module)}"\n---']
+    parts = [f'---\ntitle: {name}\ndescription: {json.dumps(inspect.getdoc(module))}\n---']
     for known, obj in public.items():
         parts.append(entry(obj, known, 2))
         where = chapter(f'{obj.__module__}.{obj.__qualname__}')
