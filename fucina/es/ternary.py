@@ -357,11 +357,11 @@ def _by_tables(q, w, b, t, sums):
 # %% ../../nbs/13a_es_ternary.ipynb #e1f6c8a0
 @kernel
 def lane_sums(
-    q,  # int8, (256, lanes): activations
-    w,  # rows of packed blocks, as bytes
+    q,  # int16, (256, lanes): activations of eight bits
+    w,  # uint8, (rows, blocks, 66): packed trits
     b,  # which block of each row
-    t,  # scratch memory
-    sums,  # int32, (rows, lanes), overwritten
+    t,  # int16, (8, 256, lanes): scratch memory
+    sums,  # int16, (rows, lanes), overwritten
 ):
     "Exact products of activations q (256, lanes) and block b of the rows w; t is room."
     if sums.shape[0] >= 48:
