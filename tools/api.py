@@ -45,10 +45,11 @@ def entry(obj, name, level):
     return doc._repr_markdown_().replace('#LNone', '')
 
 
-def page(name, module, chapter):
+def page(module, chapter):
     "The markdown of a page; `chapter` says where a dotted name is explained."
     public = ours(module, inspect.isclass, inspect.isroutine)
-    parts = [f'---\ntitle: {name}\ndescription: {json.dumps(inspect.getdoc(module))}\n---']
+    title, about = module.__name__, json.dumps(inspect.getdoc(module))
+    parts = [f'---\ntitle: {title}\ndescription: {about}\n---']
     for known, obj in public.items():
         parts.append(entry(obj, known, 2))
         where = chapter(f'{obj.__module__}.{obj.__qualname__}')
@@ -65,4 +66,4 @@ def page(name, module, chapter):
 def pages():
     "`api_NAME.md` and its text for each door."
     chapter = NbdevLookup().doc
-    return {f'api_{name}.md': page(name, door, chapter) for name, door in doors().items()}
+    return {f'api_{name}.md': page(door, chapter) for name, door in doors().items()}
