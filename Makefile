@@ -58,6 +58,7 @@ lint: $(VENV)/lint  ## check the style of the code
 
 types: $(VENV)/lint  ## check the types of the package
 	$(BIN)/pyright --pythonpath $(RUN)
+	$(RUN) tools/typed.py
 
 bench: $(VENV)/develop  ## run the measurements of benchmarks/ (torch joins in where it is installed)
 	@for f in $(filter-out %/timing.py,$(wildcard benchmarks/*.py)); do echo "== $$f"; OMP_WAIT_POLICY=PASSIVE $(RUN) $$f || exit 1; done

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,17 @@ def test_a_chapter_uses_only_chapters_before_it():
              if (mine := chapter.get(module_name(path)))
              for name in map(known, imported(path)) if name and chapter[name] >= mine}
     assert not ahead
+
+
+def test_no_module_needs_itself():
+    "Imports within functions and by way of a package's `__init__` count too."
+    modules = {module_name(path).removesuffix('__init__').rstrip('.'): path for path in SOURCES}
+    def home(name):
+        while name not in modules: name = name.rpartition('.')[0]
+        return name
+    graph = {name: {home(other) for other in imported(path) if other != '__version__'}
+             for name, path in modules.items()}
+    assert {*TopologicalSorter(graph).static_order()} == modules.keys()  # CycleError names a cycle
 
 
 def test_no_parallel_numba_and_no_fastmath():
