@@ -260,6 +260,16 @@ def test_how_often_is_asked_for():
     assert digests == [True, False, False, True, False, False, True]
 
 
+def test_checks_are_made_though_iterations_were_scored_at_home():
+    home, executor, digests = Narrow(), Here(1), []
+    home.trainer.iteration, submit = 1, executor.submit
+    executor.submit = lambda f, order: digests.append(bool(order.digest)) or submit(f, order)
+    for _ in range(6):                                       # iterations 1, 3, 5, ...
+        run(home, build_narrow, 1, executor, workers=1, check_every=4)
+        home.trainer.update(np.arange(4))
+    assert digests == [False, False, True, False, True, False]
+
+
 # --- errors
 
 def test_errors_of_evaluators_arrive_and_the_run_goes_on():

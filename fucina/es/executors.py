@@ -272,9 +272,10 @@ class Sender:
         self.build: Any = build
         history, t = trainer.history, trainer.iteration
         self.snapshot = Snapshot.of(trainer, build) if history.begin(t) else None
-        proof = b'' if t % check_every else digest(trainer)
+        due = not t % check_every or history.told // check_every < t // check_every
         self.order: Order = Order(history.run, t, settings_of(trainer),
-                                  history.since(history.told) or (), get_gemm(), proof)
+                                  history.since(history.told) or (), get_gemm(),
+                                  digest(trainer) if due else b'')
         history.told = t
         self.waiting: dict[Any, Order] = {}
 
