@@ -242,6 +242,18 @@ def test_members_in_a_genome_leave_nothing():
     assert trits.history.since(0) and not len(trits.floats)
 
 
+def test_tensors_of_one_size_are_not_mixed_up():
+    def build(names):
+        trainer = Trainer(sigma=0.5, population=4)
+        for name in names: trainer.add_param(constant([0.5], 'd'), name)
+        return trainer, lambda worker, member: 0
+    home = build('ab')[0]
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ReplicaShapeMismatchError, match="'a'.*'b'.*built with.*'b'.*'a'"):
+            home.evaluate_members(partial(build, 'ba'), executor=pool)
+        home.evaluate_members(partial(build, 'ab'), executor=pool)
+
+
 def test_weights_that_differ_are_found():
     make = partial(FLOATS, population=6)
     search, executor = make(42), Here(2)
