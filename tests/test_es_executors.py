@@ -203,6 +203,22 @@ def test_a_copy_that_missed_something_gets_rewards_or_a_snapshot():
     assert weights(many.trainer) == alone(one, many.trainer.iteration)
 
 
+def test_an_answer_does_not_look_at_a_copy_that_was_given_back(monkeypatch):
+    answers, submit = [], Here.submit
+    class Listening(Here):
+        def submit(self, f, order):
+            done = submit(self, f, order)
+            answers.append(done.result().iteration)
+            return done
+    def give_back(run, copy):
+        kept(run, copy)
+        copy.trainer.iteration += 40                         # another thread was quick
+    kept = executors._copies.give_back
+    monkeypatch.setattr(executors._copies, 'give_back', give_back)
+    run(Narrow(), build_narrow, 1, Listening(1), workers=1)
+    assert answers == [0]
+
+
 @pytest.mark.parametrize('change', ['restore_state', 'capture_anchor', 'add_param', 'iteration'])
 def test_what_no_reward_explains_begins_a_new_run(change):
     home, executor = Narrow(), Here(1)

@@ -253,8 +253,9 @@ def perform(
             copy.load(snapshot)
             ready = copy.follow(order)
         rewards = copy.score(order) if ready else None
-    _copies.give_back(order.run, copy)
-    return Answer(copy.trainer.iteration, rewards)
+    answer = Answer(copy.trainer.iteration, rewards)
+    _copies.give_back(order.run, copy)  # from now on it belongs to somebody else
+    return answer
 
 # %% ../../nbs/13ca_es_executors.ipynb #f9e6bfff
 def portions(
