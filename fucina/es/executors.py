@@ -332,5 +332,8 @@ def evaluate_on_executor(
                 else:
                     found = np.frombuffer(answer.rewards, f32)
                     for k, reward in zip(range(*order.members), found): rewards[k] = reward
+    except ReplicaDivergedError:
+        trainer.history.forget()  # the next call gives everybody a snapshot
+        raise
     finally:
         for future in sender.waiting: future.cancel()
