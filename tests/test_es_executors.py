@@ -2,6 +2,7 @@
 import multiprocessing
 import pickle
 import threading
+import warnings
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 
@@ -353,6 +354,15 @@ def test_a_process_forgets_old_runs():
     executor = Here(1)
     for _ in range(executors.RUNS + 3): run(Narrow(), build_narrow, 1, executor, workers=1)
     assert len(executor.shelves[0]) == executors.RUNS
+
+
+@pytest.mark.skipif(not hasattr(executors.os, 'fork'), reason='no fork here')
+def test_a_fork_while_a_thread_puts_a_copy_back():
+    with executors._copies.lock, warnings.catch_warnings():
+        warnings.simplefilter('ignore', DeprecationWarning)  # fork beside threads, 3.12
+        pid = executors.os.fork()
+        if pid == 0: executors.os._exit(0 if executors._copies.lock.acquire(timeout=5) else 1)
+    assert executors.os.waitpid(pid, 0)[1] == 0
 
 
 # --- a cluster

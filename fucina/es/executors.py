@@ -238,6 +238,7 @@ class Copies:
 
 # %% ../../nbs/13ca_es_executors.ipynb #0c313494
 _copies = Copies()
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_copies.__init__)
 
 def perform(
     order: Order,  # from a `Sender`
