@@ -1,6 +1,6 @@
-"""Which share of the package's interface has types; fails below the bar and lists what has none.
+"""Which share of the interface has types; fails below the bar, and lists the rest.
 
-Pyright's usual run checks that the types which are written fit together; this, that they are."""
+Pyright otherwise checks that types which are written fit together; here, that they are."""
 import json
 import os
 import subprocess
@@ -15,7 +15,7 @@ def completeness():
     "What pyright finds out about the installed package."
     command = [Path(sys.executable).with_name('pyright'), '--pythonpath', sys.executable,
                '--verifytypes', 'fucina', '--ignoreexternal', '--outputjson']
-    # It does not run the code that finds an editable installation, so it is shown the folder.
+    # It runs no code, as finding an editable installation would take: show it the folder.
     env = os.environ | {'PYTHONPATH': str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)['typeCompleteness']
