@@ -4,6 +4,7 @@ import pickle
 import threading
 import warnings
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -157,6 +158,71 @@ def test_worst_rewards_follow():
             one.update(one.evaluate_members(score))
             many.update(many.evaluate_members(build, workers=2, executor=pool, check_every=1))
     assert weights(one) == weights(many)
+
+
+def test_a_copy_takes_over_what_the_function_was_not_told():
+    def build(**settings):
+        m = Narrow()
+        for name, value in settings.items(): setattr(m.trainer.config, name, value)
+        copies.append(m.trainer)
+        return m.trainer, lambda worker, member: np.nan if member == 1 else m.eval_member(worker, member)
+    copies, settings = [], {'reward_norm': 'centered_ranks', 'cache_streams': True, 'noise': 'correlated'}
+    (one, score), (many, _) = build(**settings), build(**settings)
+    one.nonfinite = many.nonfinite = 'worst'
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            one.update(one.evaluate_members(score))
+            many.update(many.evaluate_members(build, workers=2, executor=pool, check_every=1))
+    assert weights(one) == weights(many) and many._kept is not None
+    assert len(copies) > 2 and all([t._kept is None for t in copies[2:]])
+
+
+# --- the history
+
+def test_nothing_is_noted_before_somebody_asks():
+    trainer = Narrow().trainer
+    for _ in range(3): trainer.update(np.arange(4))
+    assert not trainer.history.steps and trainer.history.since(3) is None
+
+
+def test_a_detour_of_the_iteration_ends_a_run():
+    trainer = Narrow().trainer
+    history = trainer.history
+    assert history.begin(0)
+    for _ in range(3): trainer.update(np.arange(4))
+    trainer.iteration = 1                                    # and back to 3
+    for _ in range(2): trainer.update(np.arange(4))
+    assert not history.run and not history.steps and history.begin(3)
+
+
+def test_a_new_run_knows_nothing_of_the_old_one():
+    trainer = Narrow().trainer
+    history, names = trainer.history, set()
+    for start in (0, 7, 2):
+        trainer.iteration = start
+        assert history.begin(start) and history.told == start
+        names.add(history.run)
+        for _ in range(4): trainer.update(np.arange(4))
+        assert [step.iteration for step in history.since(start)] == [*range(start, start + 4)]
+        assert len(history.steps) == 4
+    assert len(names) == 3
+
+
+def test_a_copied_trainer_has_a_run_of_its_own():
+    trainer, executor = Narrow().trainer, Here(1)
+    trainer.update(trainer.evaluate_members(build_narrow, executor=executor))
+    other = deepcopy(trainer)
+    other.update(np.arange(4))
+    trainer.update(-np.arange(4))
+    for t in (other, trainer): t.evaluate_members(build_narrow, executor=executor, check_every=1)
+    assert other.history.run != trainer.history.run and executor.snapshots == 2
+
+
+def test_settings_travel_as_plain_values():
+    trainer = Narrow().trainer
+    trainer.config.sigma, trainer.config.noise = np.float64(0.25), 'correlated'
+    assert {type(v) for v in executors.settings_of(trainer)} <= {float, int, bool, str, type(None)}
+    assert executors.settings_of(trainer)[0] == 0.25
 
 
 # --- what travels
