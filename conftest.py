@@ -1,5 +1,9 @@
 """Notebooks are tests: pytest runs every chapter of nbs/ as one item."""
+import os
 import signal
+
+# Read when numpy is loaded: idle threads of the BLAS sleep instead of spinning.
+os.environ.setdefault('OPENBLAS_THREAD_TIMEOUT', '4')
 
 import pytest
 

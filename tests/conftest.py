@@ -1,9 +1,5 @@
 """Fixtures of several test files."""
 import gc
-import os
-
-# Read when numpy is loaded: threads of the BLAS that have nothing to do sleep instead of spinning.
-os.environ.setdefault('OPENBLAS_THREAD_TIMEOUT', '4')
 
 import pytest
 from optimizers import THREADS

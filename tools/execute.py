@@ -1,4 +1,5 @@
 """Run notebooks, each in a fresh kernel, and keep their outputs: execute.py NOTEBOOK ..."""
+import os
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ def execute(path):
 
 
 if __name__ == '__main__':
+    os.environ.setdefault('OPENBLAS_THREAD_TIMEOUT', '4')  # as in the tests
     for path in map(Path, sys.argv[1:]):
         start = time.perf_counter()
         try: execute(path)
