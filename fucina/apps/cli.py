@@ -12,7 +12,7 @@ from importlib import import_module
 from .. import __version__
 from ..errors import FucinaError, UnknownArgumentError
 
-# %% ../../nbs/20z_cli.ipynb #2f16b3fb
+# %% ../../nbs/20z_cli.ipynb #12eb6ee6
 COMMANDS = {
     'spirals': 'train a network from scratch to tell two spirals apart',
     'digits': 'train a network to read real handwritten digits',
@@ -29,7 +29,8 @@ HELP = '\n'.join([
     'commands:', *(f'  {name:18} {purpose}' for name, purpose in COMMANDS.items()), '',
     'flags:',
     '  --help             show this, or the flags of a command: fucina COMMAND --help',
-    '  --version          show the version'])
+    '  --version          show the version', '',
+    'exit code: 0 done, 1 failed or missed its target, 2 not understood, 130 interrupted'])
 
 # %% ../../nbs/20z_cli.ipynb #b226f9c5
 def show_config(

@@ -85,7 +85,7 @@ def picture(
         raise FileNotFoundError(f'--plot: there is no folder {path.parent}')
     return path
 
-# %% ../../nbs/19b_program.ipynb #0aff13f4
+# %% ../../nbs/19b_program.ipynb #512f3469
 def add_common_flags(
     parser: Parser,  # gets the flags
     seed: str,  # what the seed decides, and what it is without the flag
@@ -99,7 +99,8 @@ def add_common_flags(
         help='threads of our kernels (default: one per core); never changes a bit')
     add('--target', type=share, metavar='SHARE', default=target,
         help='accuracy to reach, else the exit code is 1 (default: %(default)s)')
-    add('--plot', type=picture, metavar='FILE', help='save a figure of the result')
+    add('--plot', type=picture, metavar='FILE',
+        help=f'save a figure of the result, as {", ".join(FORMATS)}')
     if gemm: add('--gemm', choices=GEMM_MODES, default='pinned',
                  help='matrix products: pinned gives every machine the same bits, blas is '
                       'faster (default: %(default)s)')
