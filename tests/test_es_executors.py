@@ -6,16 +6,19 @@ import warnings
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 import pytest
 
+from fucina.autograd import is_grad_enabled
 from fucina.apps import es_digits, es_spirals, es_ternary_spirals
 from fucina.es import executors
 from fucina.errors import (InvalidConfigError, NonFiniteRewardError, ReplicaDivergedError,
                            ReplicaShapeMismatchError, RewardCountMismatchError)
 from fucina.es.trainer import Trainer
-from fucina.tensor import constant
+from fucina.exec import ExecContext, current_context, get_gemm
+from fucina.tensor import constant, variable
 
 FLOATS = partial(es_spirals.first_search, sigma=0.1, alpha=0.1)
 TRITS = partial(es_ternary_spirals.first_search, sigma=0.05, alpha=0.075, ternary_flip_rate=0.002,
@@ -147,6 +150,18 @@ def test_rewards_may_be_changed_before_the_update():
     assert weights(one.trainer) == weights(many.trainer)
 
 
+def test_settings_may_change_before_the_update_and_back():
+    one, many, executor = Narrow(), Narrow(), Here(2)
+    for _ in range(3):
+        rewards = [one.trainer.evaluate_members(one), many.trainer.evaluate_members(
+            build_narrow, workers=2, executor=executor, check_every=1)]
+        for m, found in zip((one, many), rewards):
+            m.trainer.config.alpha, m.trainer.config.noise = 2.0, 'correlated'
+            m.trainer.update(found)
+            m.trainer.config.alpha, m.trainer.config.noise = 0.5, 'iid'
+    assert weights(one.trainer) == weights(many.trainer)
+
+
 def test_worst_rewards_follow():
     def build():
         m = Narrow()
@@ -181,6 +196,7 @@ def test_a_copy_takes_over_what_the_function_was_not_told():
 
 def test_nothing_is_noted_before_somebody_asks():
     trainer = Narrow().trainer
+    assert trainer.history.since(0) is None
     for _ in range(3): trainer.update(np.arange(4))
     assert not trainer.history.steps and trainer.history.since(3) is None
 
@@ -223,6 +239,106 @@ def test_settings_travel_as_plain_values():
     trainer.config.sigma, trainer.config.noise = np.float64(0.25), 'correlated'
     assert {type(v) for v in executors.settings_of(trainer)} <= {float, int, bool, str, type(None)}
     assert executors.settings_of(trainer)[0] == 0.25
+
+
+# --- orders
+
+@pytest.fixture
+def shelf(monkeypatch):
+    "The copies of this process: none."
+    monkeypatch.setattr(executors, '_copies', found := executors.Copies())
+    return found
+
+
+def asked(trainer, steps=(), snapshot=None, build=build_narrow):
+    return executors.Order('run', trainer.iteration, executors.settings_of(trainer), steps, 'pinned', b'',
+                           (0, 4), executors.Snapshot.of(trainer, build) if snapshot else None)
+
+
+def test_a_snapshot_is_for_those_behind_and_no_others(shelf):
+    home = Narrow().trainer
+    first = executors.perform(asked(home, snapshot=True))
+    other = asked(home, snapshot=True)
+    for a in other.snapshot.values: a[...] = 0               # was it taken over?
+    assert executors.perform(other) == first
+    for _ in range(3): home.update(np.arange(4))
+    assert executors.perform(asked(home)) == (0, None)
+    assert executors.perform(asked(home, snapshot=True)).iteration == 3
+    assert weights(shelf.idle['run'][0].trainer) == weights(home)
+
+
+def test_a_copy_that_is_ahead_does_not_answer(shelf):
+    home = Narrow().trainer
+    old = asked(home, snapshot=True)
+    home.update(np.arange(4))
+    executors.perform(asked(home, snapshot=True))
+    assert executors.perform(old._replace(snapshot=None)) == (1, None)
+    assert executors.perform(old).iteration == 0             # it goes back, if there is a way
+
+
+def test_a_snapshot_has_memory_of_its_own_and_graphs_hear_of_it():
+    home, made = Narrow().trainer, []
+    home.capture_anchor()
+    snapshot = executors.Snapshot.of(home, build_narrow)
+    assert not any(map(np.shares_memory, snapshot.values, executors.values_of(home)))
+    def build():
+        made.append(Trainer(sigma=0.5, population=4))
+        made[-1].add_param(variable([0.0], 'd'))
+        return made[-1], len
+    trainer = build()[0]
+    trainer.capture_anchor()
+    copies = [executors.Copy(executors.Snapshot.of(trainer, build)) for _ in range(2)]
+    assert [t.floats.table.leaves[0].version > 0 for t in made] == [False, True, True]
+    anchors = [trainer.floats.anchor[0], *[c.trainer.floats.anchor[0] for c in copies]]
+    assert not any([np.shares_memory(x, y) for x, y in combinations(anchors, 2)])
+
+
+def test_who_evaluates_finds_the_settings_of_the_caller(shelf):
+    def build():
+        def score(worker, member):
+            found.append((worker, get_gemm(), current_context().workers, is_grad_enabled()))
+            return 0
+        return Narrow().trainer, score
+    found = []
+    with ExecContext(workers=2): executors.perform(asked(Narrow().trainer, snapshot=True, build=build))
+    assert found == 4 * [(0, 'pinned', 1, False)]
+
+
+def test_the_most_advanced_copy_and_the_latest_runs(shelf):
+    copies = [build_narrow()[1] for _ in range(3)]
+    for m, t in zip(copies, (2, 5, 3)):
+        m.trainer.iteration = t
+        shelf.give_back('a', m)
+    assert [shelf.borrow('a').trainer.iteration for _ in copies] == [5, 3, 2]
+    assert shelf.borrow('a') is None is shelf.borrow('b')
+    for run in 'abcdae': shelf.give_back(run, copies[0])
+    assert list(shelf.idle) == ['c', 'd', 'a', 'e']
+
+
+def test_portions_are_never_empty():
+    assert [*executors.portions(2, 5)] == [(0, 1), (1, 2)]
+    assert [*executors.portions(7, 3)] == [(0, 2), (2, 4), (4, 7)]
+
+
+def test_what_is_sent(monkeypatch):
+    class Listening(Here):
+        def submit(self, f, order):
+            orders.append(order)
+            return super().submit(f, order)
+    orders, home, executor, made, of = [], Narrow(), Listening(3), [], executors.Snapshot.of
+    monkeypatch.setattr(executors.Snapshot, 'of', lambda *args: made.append(1) or of(*args))
+    with ExecContext(gemm='pinned'): run(home, build_narrow, 1, executor)
+    with ExecContext(gemm='blas'): run(home, build_narrow, 1, executor)
+    assert [order.gemm for order in orders] == 3 * ['pinned'] + 3 * ['blas']
+    assert len(made) == 1 and len({order.serial for order in orders}) == len(orders)
+    for _ in range(executors.LENGTH + 6): home.trainer.update(np.arange(4))
+    run(home, build_narrow, 1, executor)                     # three are too far behind
+    assert len(made) == 2 and executor.snapshots == 6
+    orders.clear()
+    for _ in range(5): home.trainer.update(np.arange(4))     # 16 bytes each, the weights have 56
+    home.trainer.history.told = home.trainer.iteration       # as if the others had heard of it
+    run(home, build_narrow, 1, executor, workers=1)
+    assert [(len(order.steps), order.snapshot is None) for order in orders] == [(0, True), (0, False)]
 
 
 # --- what travels
