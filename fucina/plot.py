@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .autograd import no_grad
+from .errors import InvalidShapeError
 from .kernels import f32, f64
 from .param_registry import MOST, _registry
 from .tensor import Tensor, constant
@@ -88,6 +89,8 @@ def decision_boundary(
     tags: str = 'batch in',  # of what the network takes
 ) -> Any:  # the axes
     "Colour the plane by the class that a network sees, and mark the examples."
+    if points.shape != (len(labels), 2): raise InvalidShapeError(
+        f'n points in a plane and n labels, got {points.shape} and {len(labels)}')
     ax, low, high = _axes(ax), points.min(0), points.max(0)
     sides = np.linspace(low - 0.1 * (high - low), high + 0.1 * (high - low), GRID).T
     grid = np.stack(np.meshgrid(*sides), -1).astype(f32).reshape(-1, 2)

@@ -108,6 +108,8 @@ def format_trainer_state(
     state: TrainerState,  # what is None is left out
 ) -> bytes:
     "The text of a state; InvalidTrainerStateError if it could not be read back."
+    if not isinstance(state, TrainerState): raise TypeError(
+        f'the state of a run is a TrainerState, got {type(state).__name__}')
     lines = [f'  "format": "{FORMAT}"']
     for f in fields(state):
         value = getattr(state, f.name)

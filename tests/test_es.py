@@ -356,6 +356,17 @@ def test_registry_trains_tied_weights_once():
     registry.add_param('ids', constant([1, 2], 'a'))
     with pytest.raises(errors.UnsupportedDTypeError): trainer.add_registry(registry)
     assert trainer.param_count() == 3  # what came before stays
+    with pytest.raises(TypeError, match=r'got dict; registry.collect\(model\)'): trainer.add_registry(dict(w=w))
+
+
+@pytest.mark.parametrize('workers', [1, 2])
+def test_an_evaluator_without_a_return(workers):
+    w = weights(4)
+    trainer, before = trainer_of([w], population=4, restore_mode='snapshot'), data(w)
+    with pytest.raises(TypeError, match='returned None'): trainer.step(lambda member: None)
+    with pytest.raises(TypeError, match='returned None'):
+        trainer.evaluate_members(lambda worker, member: None, workers=workers)
+    assert data(w) == before and trainer.iteration == 0
 
 
 def test_views_of_one_memory_are_two_slots_by_their_start():

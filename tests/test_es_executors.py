@@ -15,7 +15,7 @@ from fucina.autograd import is_grad_enabled
 from fucina.apps import es_digits, es_spirals, es_ternary_spirals
 from fucina.es import executors
 from fucina.errors import (InvalidConfigError, NonFiniteRewardError, ReplicaDivergedError,
-                           ReplicaShapeMismatchError, RewardCountMismatchError)
+                           ReplicaShapeMismatchError, RewardCountMismatchError, UnknownArgumentError)
 from fucina.es.trainer import Trainer
 from fucina.exec import ExecContext, current_context, get_gemm
 from fucina.tensor import constant, variable
@@ -505,6 +505,29 @@ def test_errors_of_evaluators_arrive_and_the_run_goes_on():
     assert weights(home) == weights(one)
 
 
+def build_nothing(): return None
+def build_half(): return Narrow().trainer
+
+
+class Elsewhere(Executor):
+    "Like the client of a cluster: its futures are others."
+    def submit(self, f, order): return object()
+
+
+@pytest.mark.parametrize('build', [build_nothing, build_half])
+def test_what_a_build_function_returns(build):
+    home = Narrow().trainer
+    with pytest.raises(TypeError, match='returns a trainer and an evaluator'):
+        home.evaluate_members(build, executor=Here(1))
+
+
+def test_a_client_is_no_executor():
+    home = Narrow().trainer
+    with pytest.raises(TypeError, match=r'Elsewhere.submit returns.*get_executor\(\)'):
+        home.evaluate_members(build_narrow, executor=Elsewhere())
+    assert len(home.evaluate_members(build_narrow, executor=Here(1))) == home.config.population
+
+
 def test_refusals_come_first():
     home, executor = Narrow().trainer, Here(1)
     ask = partial(home.evaluate_members, build_narrow, executor=executor)
@@ -586,4 +609,12 @@ def test_programs_on_a_cluster(app, cluster, tmp_path, capsys):
 def test_no_cluster_there():
     dask = pytest.importorskip('dask')
     with dask.config.set({'distributed.comm.timeouts.connect': '1s'}):
-        with pytest.raises(OSError, match='127.0.0.1'), es_spirals.cluster_at('tcp://127.0.0.1:1'): pass
+        with pytest.raises(ConnectionError, match='--cluster: nobody answers.*127.0.0.1'):
+            with es_spirals.cluster_at('tcp://127.0.0.1:1'): pass
+
+
+@pytest.mark.parametrize('address', ['nobody', 'nobody:port', 'carrier-pigeon://there:1'])
+def test_no_address_of_a_cluster(address):
+    pytest.importorskip('distributed')
+    with pytest.raises(UnknownArgumentError, match='--cluster: expected an address'):
+        with es_spirals.cluster_at(address): pass

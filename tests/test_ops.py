@@ -325,7 +325,7 @@ TABLE = [
     Op('sum', ('b d',), 'b', lambda x: x.sum('d'), lambda x: x.sum(1),
        lambda gy, x: (gy[:, None] + 0 * x,), summed,
        bad=(no_axis(lambda x: x.sum('z')), no_axis(lambda x: x.sum('b z')),
-            (lambda x: x.sum(''), TagError, 'sum_all'), (lambda x: x.sum('d d'), TagError, 'dupl'))),
+            (lambda x: x.sum(''), TagError, 'sum_all or mean_all'), (lambda x: x.sum('d d'), TagError, 'dupl'))),
     Op('sum over rows', ('b d',), 'd', lambda x: x.sum('b'), lambda x: x.sum(0),
        lambda gy, x: (gy + 0 * x,), summed),
     Op('sum of many rows', ('d b',), 'b', lambda x: x.sum('d'), lambda x: x.sum(0),

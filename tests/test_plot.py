@@ -59,6 +59,12 @@ def test_a_boundary_between_any_number_of_classes(ax, classes):
     assert sum(len(c.get_offsets()) for c in marks) == 60
 
 
+@pytest.mark.parametrize('points, labels', [(np.ones((4, 3)), np.zeros(4)), (np.ones((4, 2)), np.zeros(3))])
+def test_a_boundary_of_what_is_no_plane_or_has_other_labels(ax, points, labels):
+    with pytest.raises(fucina.errors.InvalidShapeError, match=r'\(4, [23]\) and'):
+        plot.decision_boundary(lambda x: x, points, labels, ax)
+
+
 def test_a_boundary_of_who_always_says_the_same(ax):
     bias = fucina.constant([[0.0, 1.0]] * plot.GRID**2, 'batch class')
     points = np.array([[0, 0], [1, 1]], np.float32)

@@ -304,6 +304,13 @@ def test_state_in_a_directory(tmp_path):
         load_trainer_state(tmp_path / 'new')
 
 
+def test_a_step_in_the_place_of_a_state(tmp_path):
+    params, _, opt = trained()
+    with pytest.raises(TypeError, match='TrainerState, got int'):
+        save_checkpoint(tmp_path / 'run', params, opt, 5)
+    assert not (tmp_path / 'run').exists()
+
+
 def test_no_committed_checkpoint(tmp_path):
     params, _, opt = trained()
     save_checkpoint(tmp_path, params, opt, TrainerState(step=1))

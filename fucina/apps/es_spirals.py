@@ -24,7 +24,7 @@ from .program import (
 from .spirals import Net
 from ..data import two_spirals
 from ..errors import (FromScratchTrainingFailedError, InvalidRewardNormError,
-                           InvalidWorkersError)
+                           InvalidWorkersError, UnknownArgumentError)
 from ..es.forward import _loss
 from ..es.genome import load_genome, save_genome
 from ..es.noise import _move
@@ -284,7 +284,12 @@ def cluster_at(
     if address is None: yield None
     else:
         distributed = need('distributed', 'distributed', 'cluster', '--cluster')
-        with distributed.Client(address) as client: yield client
+        try: client = distributed.Client(address)
+        except ValueError as e: raise UnknownArgumentError(
+            f'--cluster: expected an address such as tcp://10.0.0.1:8786: {e}') from None
+        except OSError as e: raise ConnectionError(
+            f'--cluster: nobody answers; is "dask scheduler" running there? {e}') from e
+        with client: yield client
 
 # %% ../../nbs/20d_es_spirals.ipynb #2600a130
 def summary(

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import fields
 from enum import IntEnum
 from hashlib import blake2b
@@ -168,7 +168,11 @@ class Copy:
     def __init__(self,
         snapshot: Snapshot,  # to begin with
     ):
-        self.trainer, evaluator = snapshot.build()
+        built: Any = snapshot.build()
+        if not isinstance(built, (tuple, list)) or len(built) != 2: raise TypeError(
+            'a build function returns a trainer and an evaluator of its members, '
+            f'got {type(built).__name__}')
+        self.trainer, evaluator = built
         self.evaluate = method(evaluator, 'eval_member')
         self.load(snapshot)
 
@@ -293,7 +297,11 @@ class Sender:
     ) -> None:
         "Let somebody carry out an order."
         order = order._replace(serial=next(_serial))
-        self.waiting[self.executor.submit(perform, order)] = order
+        future = self.executor.submit(perform, order)
+        if not isinstance(future, Future): raise TypeError(
+            f'{type(self.executor).__name__}.submit returns no concurrent.futures.Future; '
+            'a Dask client has get_executor(), give me that')
+        self.waiting[future] = order
 
     def help(self,
         order: Order,  # that could not be carried out

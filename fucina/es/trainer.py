@@ -113,6 +113,9 @@ class Joining(Guarded):
         registry: ParamRegistry,  # its entries are shared
     ) -> int:  # slots that were added
         "Train all entries, frozen ones too; what shares memory is taken once."
+        if not isinstance(registry, ParamRegistry): raise TypeError(
+            f'expected a ParamRegistry, got {type(registry).__name__}; '
+            'registry.collect(model) fills one')
         before = len(self.floats)
         for view in registry:
             if FloatSlot.of(view.tensor) not in self.floats:

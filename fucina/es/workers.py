@@ -22,6 +22,7 @@ def reward_of(
     value: Any,  # a number, or a tensor with one element
 ) -> np.float32:
     "What an evaluator returned."
+    if value is None: raise TypeError('an evaluator returned None and no reward')
     with np.errstate(over='ignore'): return f32(float(value))
 
 def method(

@@ -68,7 +68,7 @@ class Sums(Pointwise):
     def _axes(self, tags: Any) -> tuple[int, ...]:
         single = isinstance(tags, str) and tags in self._tags
         names = _intern_tags((tags,) if single else tags)
-        if not names: raise TagError('name at least one axis, or use sum_all')
+        if not names: raise TagError('name at least one axis, or use sum_all or mean_all')
         return tuple(sorted([self.axis(t) for t in names]))
 
     def _sum(self: N, axes: tuple[int, ...], op: str, s: np.float32) -> N:
