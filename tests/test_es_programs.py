@@ -156,17 +156,20 @@ def test_stopped_and_resumed(app, tmp_path, capsys, monkeypatch):
     usual = 64 if app is es_digits else 128
     assert f'population is 7 in the checkpoint, not {usual}' in out and 'sigma is 0.0625' in out
     assert 'population 7,' in out and 'seed is' not in out
+    assert out.splitlines()[1] == 'goes on after iteration 6'
     assert app.main([*argv, '--seed=5', '--iterations=9', '--resume', str(tmp_path / 'more')]) == 0
     assert f'seed is {2**64 - 3} in the checkpoint, not 5' in capsys.readouterr().out
     assert files(tmp_path / 'more') == whole                   # nothing was left to do
 
 
 @programs
-def test_a_folder_without_a_checkpoint_starts_at_the_beginning(app, tmp_path):
+def test_a_folder_without_a_checkpoint_starts_at_the_beginning(app, tmp_path, capsys):
     (tmp_path / 'empty').mkdir()
     argv = ['--iterations=2', '--population=4', '--target=0']
     assert app.main([*argv, '--resume', str(tmp_path / 'empty')]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == 'no checkpoint there: a new run'
     assert app.main([*argv, '--save', str(tmp_path / 'other')]) == 0
+    assert 'new run' not in capsys.readouterr().out
     assert files(tmp_path / 'empty') == files(tmp_path / 'other')
 
 

@@ -89,6 +89,19 @@ def test_a_figure_is_refused_before_the_work(tmp_path, monkeypatch):
         spirals.main(['--plot', str(tmp_path / 'a.png')])
 
 
+@pytest.mark.parametrize('flag', ['--save', '--resume'])
+def test_a_folder_is_there_before_the_work(tmp_path, flag):
+    parser = program.Parser('test', 'Test.')
+    program.add_checkpoint_flags(parser)
+    (tmp_path / 'file').touch()
+    with pytest.raises(OSError, match='file'):
+        with program.folder_for(parser.parse_args([flag, str(tmp_path / 'file' / 'run')])): pass
+    (tmp_path / 'a').mkdir()
+    path = tmp_path / 'a' if flag == '--resume' else tmp_path / 'a' / 'b'
+    with program.folder_for(parser.parse_args([flag, str(path)])) as found:
+        assert found == path and path.is_dir()
+
+
 def test_digits_without_scikit_learn(digits, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'sklearn', None)
     monkeypatch.delitem(sys.modules, 'sklearn.datasets', raising=False)

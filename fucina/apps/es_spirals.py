@@ -375,9 +375,11 @@ def perform(
         if found is None:
             search, notes = make(seed), []
             search.begin()
+            if args.resume is not None: notes.append('no checkpoint there: a new run')
         else:
             search = make(load_trainer_state(found).seed)
             notes = go_on(found, search)
+            notes.insert(0, f'goes on after iteration {search.trainer.iteration}')
             if args.seed is not None and seed != search.trainer.config.seed: notes.append(
                 f'seed is {search.trainer.config.seed} in the checkpoint, not {seed}')
         search.client = client

@@ -141,6 +141,7 @@ def folder_for(
     if fresh and any(latest_committed(path / run) for run in runs):
         raise FileExistsError(f'{path} has checkpoints of an earlier run: go on from them '
                               'with --resume, or name another folder')
+    path.mkdir(parents=True, exist_ok=True)  # if it cannot be made, say so before the work
     yield path
 
 # %% ../../nbs/19b_program.ipynb #3985a7c3
