@@ -576,7 +576,7 @@ def test_a_fork_while_a_thread_puts_a_copy_back():
 def cluster():
     distributed = pytest.importorskip('distributed')
     with distributed.LocalCluster(n_workers=3, threads_per_worker=1, processes=True,
-                                  dashboard_address=None) as found, distributed.Client(found) as client:
+                                  dashboard_address=':0') as found, distributed.Client(found) as client:
         yield client
 
 
