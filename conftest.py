@@ -4,6 +4,7 @@ import signal
 
 # Read when numpy is loaded: idle threads of the BLAS sleep instead of spinning.
 os.environ.setdefault('OPENBLAS_THREAD_TIMEOUT', '4')
+os.environ.pop('VIRTUAL_ENV', None)  # if the shell has activated another one, IPython warns
 
 import pytest
 
