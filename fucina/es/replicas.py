@@ -38,8 +38,6 @@ def _array(holder):
     if isinstance(holder, Named): return holder._live('replica')
     return holder.blocks if isinstance(holder, Packed) else holder
 
-
-
 def _memory(slot): return slot.data if isinstance(slot, FloatSlot) else slot.blocks
 
 # %% ../../nbs/13e_es_replicas.ipynb #cca50d16

@@ -301,7 +301,7 @@ class Applying(Elsewhere):
         if c.anchor_decay != AnchorDecay.none:
             self.floats.pull(pull_value(c), c.anchor_decay == AnchorDecay.l1)
         self.history.note(self, rewards)
-        self.iteration: int = self.iteration + 1
+        self.iteration += 1
 
 # %% ../../nbs/13d_es.ipynb #be58e4f1
 class Updating(Applying):
@@ -440,7 +440,7 @@ class Resuming(Saving):
         for name in (*STORED, 'seed'):
             if on_mismatch == 'adopt': setattr(self.config, name, getattr(new, name))
         self.history.forget()
-        self.iteration: int = index(t)
+        self.iteration = index(t)
 
 # %% ../../nbs/13d_es.ipynb #c5d99ca1
 class Trainer(Resuming):
