@@ -27,10 +27,10 @@ from pathlib import Path
 
 import pytest
 
+import fucina
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = re.compile(r'File to edit: (?:\.\./)+(nbs/\w+\.ipynb)')
-DOORS = ('fucina', 'data', 'errors', 'es', 'es.rewards', 'es.ternary', 'lora', 'nn', 'optim',
-         'param_registry', 'rng', 'safetensors', 'state_dict', 'training_checkpoint')
 RETURNED = {'exec.ExecScope', 'lora.attach.Adapters', 'transforms.CustomOp',  # by public functions
             'optim.frames.FrameInfo', 'optim.frames.SlotInfo', 'environment.Config'}
 REFUSALS = {'raises', 'warns', 'refused', 'complaint'}
@@ -133,12 +133,18 @@ def bases():
             for n in classes for b in n.bases}
 
 
+def doors(package):
+    "A package, and the modules that it offers."
+    yield package
+    for thing in map(package.__dict__.get, package.__all__):
+        if inspect.ismodule(thing) and thing.__name__.startswith('fucina.'): yield from doors(thing)
+
+
 @cache
 def reached():
     "`module.name` of what can be reached from the doors; of a class, all it is made of."
     found = set(RETURNED)
-    for door in DOORS:
-        module = importlib.import_module(door if door == 'fucina' else f'fucina.{door}')
+    for module in (*doors(fucina), fucina.param_registry):
         for name in module.__all__:
             thing = getattr(module, name)
             if inspect.ismodule(thing): continue
